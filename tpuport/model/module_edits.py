@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.pytree.clone import parameter_like
 from tpuport.tracing.guards.module_changes import differences, frame_of, key_of, named
 from tpuport.tracing.state.module_state import StateTree, state_tree
 
@@ -21,7 +22,7 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     made = tensor.data
     if isinstance(tensor, torch.nn.Parameter):
-        made = torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+        made = parameter_like(made, tensor)
     vars(made).update(vars(tensor))
     return made
 

@@ -13,7 +13,7 @@ import torch
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.interop import backend, shared_memory
 from tpuport.foundation.patching.shim import find_shims
-from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.clone import clone_module, parameter_like
 from tpuport.model import weights
 from tpuport.model.module_edits import ModuleEdits, alias
 from tpuport.model.options import ConvertOptions
@@ -25,6 +25,7 @@ from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
 from tpuport.tracing.core.sym_numbers import exact_value
 from tpuport.tracing.core.placement import NOWHERE, Placement
+from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
@@ -59,6 +60,7 @@ class PortedState:
             functions=dict(options.functions),
             patches=find_shims(patches),
             rules=live_rules(),
+            hooked=hooked_state,
             blocks=options.blocks,
         )
         self._state_version = 0
@@ -237,7 +239,7 @@ class PortedState:
                 raise UsageError(msg)
             made = shared_memory.to_torch(value, dtype_of(name, tensor.dtype))
             if isinstance(tensor, torch.nn.Parameter):
-                return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+                return parameter_like(made, tensor)
             return made
 
         made = clone_module(module, back)[0]

@@ -201,6 +201,14 @@ class Cloner:
             object.__setattr__(made, name, self._clone(part))
 
 
+def parameter_like(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Return a parameter with another value, and the hooks that see its gradient."""
+    made = torch.nn.Parameter(value, requires_grad=like.requires_grad)
+    for hook in (like._backward_hooks or {}).values():
+        made.register_hook(hook)
+    return made
+
+
 def clone_module(
     module: torch.nn.Module, tensor_map: Callable[[torch.Tensor], Any]
 ) -> tuple[torch.nn.Module, dict[int, Any]]:

@@ -1,5 +1,6 @@
 """Gradients of a port beside those of eager PyTorch."""
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.model.parity.call import Call
+from tpuport.model.parity.same_numbers import DrewInBackward
 from tpuport.model.parity.structure import Pair, comparable
 from tpuport.model.parity.verify import Reference
 from tpuport.reports.records import Kind
@@ -34,8 +36,18 @@ def projected(out: Any) -> list[torch.Tensor]:
 
 
 def of_reference(found: Reference) -> dict[str, torch.Tensor | None]:
-    """Return eager's gradients of `projected`, by parameter; none if no result has a graph."""
-    return {} if found.module is None else of_sums(projected(found.out), found.module)
+    """Return eager's gradients of `projected`, by parameter.
+
+    There are none if no result has a graph, or if a backward draws random numbers.
+    """
+    if found.module is None:
+        return {}
+    numbers = contextlib.nullcontext() if found.numbers is None else found.numbers.of_backward()
+    try:
+        with numbers:
+            return of_sums(projected(found.out), found.module)
+    except DrewInBackward:
+        return {}
 
 
 def of_sums(sums: list[torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
@@ -43,8 +55,18 @@ def of_sums(sums: list[torch.Tensor], module: torch.nn.Module) -> dict[str, torc
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not sums or not trained:
         return dict.fromkeys(trained)
-    made = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
-    return dict(zip(trained, made, strict=True))
+    before = [p.grad for p in trained.values()]
+    for p in trained.values():
+        p.grad = None
+    try:
+        made = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
+        # A custom backward may run `backward()`, which adds to `.grad`: reversible layers do.
+        left = [p.grad for p in trained.values()]
+    finally:
+        for p, grad in zip(trained.values(), before, strict=True):
+            p.grad = grad
+    given = ([g for g in pair if g is not None] for pair in zip(made, left, strict=True))
+    return {n: sum(some) if some else None for n, some in zip(trained, given, strict=True)}  # pyright: ignore[reportReturnType]
 
 
 def of_port(

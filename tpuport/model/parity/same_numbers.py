@@ -1,5 +1,7 @@
 """Random numbers of eager PyTorch that are those of a port."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -8,12 +10,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
+from tpuport.foundation.patching.shim import installed
 from tpuport.tracing.core.context import KeyStream
 from tpuport.tracing.core.keys import STAND_IN, keyed
 from tpuport.tracing.core.precision_seen import draws
 from tpuport.tracing.core.tensor import TracedTensor, to_cpu, wrap
 from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dispatch.dispatch import dispatch
+from tpuport.tracing.patches.manual_seed import ManualSeed
+
+
+class DrewInBackward(Exception):
+    """Signal that eager's backward draws random numbers that a port cannot be compared with."""
+
+
+class _Unknown(KeyStream):
+    def next(self) -> jax.Array:
+        raise DrewInBackward
 
 
 class SameNumbers(TorchDispatchMode):
@@ -37,6 +50,20 @@ class SameNumbers(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         STAND_IN.reset(self._outer.pop())
+
+    @contextlib.contextmanager
+    def of_backward(self) -> Iterator[None]:
+        """Supply what a custom backward draws from a state of the generator that forward kept.
+
+        Raises:
+            DrewInBackward: (inside) other numbers are drawn, which a port draws in its own way.
+        """
+        before, self.keys = self.keys, _Unknown(self.keys.base)
+        try:
+            with installed((ManualSeed,)), self:
+                yield
+        finally:
+            self.keys = before
 
     def __torch_dispatch__(
         self,

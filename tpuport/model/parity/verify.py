@@ -17,7 +17,7 @@ from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.foundation.interop.shared_memory import lazy_clone
 from tpuport.foundation.patching.shim import installed
-from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.clone import clone_module, parameter_like
 from tpuport.model.parity.call import Call, fork
 from tpuport.model.parity.judge import Judge
 from tpuport.model.parity.same_numbers import SameNumbers
@@ -47,7 +47,7 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
         if isinstance(tensor, torch.nn.Parameter):
             if not trainable:
                 return tensor
-            return torch.nn.Parameter(lazy_clone(tensor), requires_grad=tensor.requires_grad)
+            return parameter_like(lazy_clone(tensor), tensor)
         return lazy_clone(tensor)
 
     return clone_module(module, copy)[0]
@@ -85,6 +85,7 @@ class Reference:
         given: The arguments after the call: positional ones and keywords.
         coarsest: The tolerance of the coarsest dtype that it computed in.
         drew: Whether it drew random numbers.
+        numbers: The mode that supplied them; None without one.
     """
 
     out: Any
@@ -92,6 +93,7 @@ class Reference:
     given: tuple[Any, Any]
     coarsest: float
     drew: bool = False
+    numbers: SameNumbers | None = None
 
 
 # Returns eager's gradients by name.
@@ -190,7 +192,8 @@ class Verifier:
             stack.enter_context(part_of_program())
             stack.enter_context(casting.in_force())
             out = casting.restored(function(*args, **kwargs))
-        return Reference(out, module, (args, kwargs), 0.0)
+        supplied = numbers if numbers in modes else None
+        return Reference(out, module, (args, kwargs), 0.0, numbers=supplied)
 
     # -- comparing ---------------------------------------------------------------------------------
 

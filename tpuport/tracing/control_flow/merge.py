@@ -280,6 +280,14 @@ def _is_from_outside(leaf: Any, side: _Side) -> bool:
     return isinstance(leaf, TracedTensor) and leaf._storage.serial not in side.created
 
 
+def _is_same_state(one: Any, other: Any) -> bool:
+    """Return whether both are the same state of the program's random numbers."""
+    ours, theirs = (getattr(value, "_stream", None) for value in (one, other))
+    if ours is None or theirs is None or not isinstance(ours[2], int):
+        return False
+    return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] == theirs[2]
+
+
 def _rebuild_merged(
     trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
 ) -> Any:
@@ -287,7 +295,7 @@ def _rebuild_merged(
     leaves: list[Any] = []
     for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
         one, other = a.leaves[index], b.leaves[index]
-        if one is other and _is_from_outside(one, a):
+        if one is other and _is_from_outside(one, a) or _is_same_state(one, other):
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
             flow = max(a.flows[index], b.flows[index])

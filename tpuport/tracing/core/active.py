@@ -102,6 +102,10 @@ class ActiveTrace(Protocol):
         """Record a new traced number."""
         ...
 
+    def add_leaf(self, tensor: Any) -> None:
+        """Record a tensor that `backward()` gives a gradient."""
+        ...
+
     def writing(self, storage: Any) -> None:
         """Note a storage about to be written."""
         ...

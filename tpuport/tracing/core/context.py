@@ -199,6 +199,16 @@ class Trace:
         self.own_modules: dict[int, str] = {}
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
+        # The tensors that `backward()` gives a gradient, by id.
+        self._leaves: weakref.WeakValueDictionary[int, TracedTensor] = weakref.WeakValueDictionary()
+        # While a custom backward runs: the tensors from outside that get a gradient, by id, and the
+        # storages that it must not write.
+        self.gathered: dict[int, TracedTensor] = {}
+        self.read_only: set[int] = set()
+        # The storages that a custom backward reads from outside.
+        self.held: list[Storage] = []
+        # The random numbers of the program whose backward this trace is, and the same as its own.
+        self.resumed: tuple[Trace, KeyStream | None, KeyStream | None] | None = None
 
     def remat_policy(self, fqn: str) -> str | None:
         """Return the remat policy of a module, None where it or a module around it decides."""
@@ -213,6 +223,9 @@ class Trace:
         self.options = replace(self.options, hoist=None, placement=None)
         self.keys = None
         self.error_code = None
+        for storage in self.held:
+            storage.value = None  # pyright: ignore[reportAttributeAccessIssue]  (nothing reads it)
+        self._leaves.clear()
         if self.blocks is not None:
             self.blocks.release()
 
@@ -224,6 +237,19 @@ class Trace:
     def holds_int64(self, value: Any) -> bool:
         """Return whether an array is known to represent an int64 array."""
         return value is not None and self._int64.get(id(value)) is value
+
+    # -- gradients inside the program --------------------------------------------------------------
+
+    def add_leaf(self, tensor: TracedTensor) -> None:
+        """Record a tensor that `backward()` gives a gradient."""
+        self._leaves[id(tensor)] = tensor
+
+    def gradient_leaves(self, *, retained: bool = False) -> list[TracedTensor]:
+        """Return the tensors that `backward()` gives a gradient, or those that retain one only."""
+        if retained:
+            return [tensor for tensor in self._leaves.values() if not tensor.is_leaf]
+        known = (*self.substitutes.values(), *self._leaves.values())
+        return list((self.gathered | {id(t): t for t in known if t.requires_grad}).values())
 
     # -- effects -----------------------------------------------------------------------------------
 
@@ -238,7 +264,18 @@ class Trace:
             effects.numbers.append(weakref.ref(node))
 
     def writing(self, storage: Storage) -> None:
-        """Record a storage that is about to be written, with its old value."""
+        """Record a storage that is about to be written, with its old value.
+
+        Raises:
+            PortError: a custom backward may not write it.
+        """
+        if storage.serial in self.read_only:
+            raise port_error(
+                "the backward of a custom autograd function writes to a tensor from outside of it"
+                " (running statistics, a counter); a backward pass returns only gradients",
+                code="TPU403",
+                remedy="write it in forward, or put the layer that does in evaluation mode",
+            )
         for effects in self.effects:
             if storage.serial not in effects.created and storage.serial not in effects.before:
                 effects.before[storage.serial] = (storage, storage.held, storage.version)

@@ -108,6 +108,10 @@ class TracedTensor(backend.TorchaxTensor):
     # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
+    # Whether it is state of the program or one of its arguments.
+    _is_given: bool
+    # What `backward()` inside the program gave it.
+    _grad: "TracedTensor | None" = None
 
     @staticmethod
     def __new__(
@@ -149,7 +153,7 @@ class TracedTensor(backend.TorchaxTensor):
         # Writes through an alias reach the flow of all but those that were detached.
         flows = differentiable(meta.dtype)
         self._own_flow, self._detached = flow if flows else Flow.STOPPED, detached or not flows
-        self._is_leaf = False
+        self._is_leaf = self._is_given = False
         self._stopped: tuple[int, int, jax.Array] | None = None
         self._env = None
 
@@ -370,6 +374,9 @@ class TracedTensor(backend.TorchaxTensor):
             )
         if requires_grad and not self.requires_grad:
             self._own_flow, self._is_leaf = Flow.SEEN, True
+            trace = self._storage.trace
+            if trace is not None:
+                trace.add_leaf(self)
             # What was computed from it before does not depend on the leaf.
             self._keep(checkpoint_name(self._elem, "leaf"))
         elif not requires_grad and not self._frozen:
@@ -378,9 +385,18 @@ class TracedTensor(backend.TorchaxTensor):
         return self
 
     @property
-    def grad(self) -> None:  # type: ignore[override]
-        """Return None: jax returns gradients, it does not collect them on tensors."""
-        return None
+    def grad(self) -> "TracedTensor | None":  # type: ignore[override]
+        """Return what a `backward()` inside the program left, None without one.
+
+        jax returns gradients, it does not collect them on tensors.
+        """
+        return self._grad
+
+    @grad.setter
+    def grad(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
+        self, value: "TracedTensor | None"
+    ) -> None:
+        self._grad = value
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

@@ -14,7 +14,6 @@ from tpuport.tracing.control_flow.cond import traced_check, truth
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import Flow, item, tolist
 from tpuport.tracing.core.values import value_of, wrap_as
@@ -256,7 +255,7 @@ def _as_long(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return attach(value.clone(), extents | extents_of(value)) if extents else value
 
 
-# -- randomness, devices, autograd -----------------------------------------------------------------
+# -- devices, autograd ------------------------------------------------------------------
 
 
 @function(torch.Tensor.cpu, torch.Tensor.pin_memory, torch.Tensor.share_memory_)
@@ -305,17 +304,6 @@ def _answer(name: str) -> Handler:
 
 for _name in ("requires_grad", "is_leaf", "grad_fn"):
     FUNCTIONS[vars(torch._C.TensorBase)[_name].__get__] = _answer(_name)
-
-
-@function(torch.autograd.backward, torch.Tensor.backward, torch.Tensor.register_hook)
-def _autograd(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if not holds_traced(trace, list(args)):
-        return NotImplemented
-    raise port_error(
-        f"torch autograd ({getattr(func, '__name__', func)}) inside a ported function",
-        code="TPU403",
-        remedy="take gradients outside, with jax.grad of ported.apply",
-    )
 
 
 @function(torch.from_numpy)

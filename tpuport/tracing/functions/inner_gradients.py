@@ -1,7 +1,8 @@
-"""`torch.autograd.grad` inside a ported function: the derivative of what the trace recorded.
+"""`torch.autograd.grad` and `.backward()` inside a ported function.
 
-A tracer knows the equation that made it, so the equations between an input and an output are a
-function, which jax differentiates. See `../attention/masks/graph.py` on these parts of jax.
+They are derivatives of what the trace recorded: a tracer knows the equation that made it, so the
+equations between an input and an output are a function, which jax differentiates. See
+`../attention/masks/graph.py` on these parts of jax.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,10 @@ import torch
 
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.gradient_paths import Paths
 from tpuport.tracing.core.tensor import Flow, TracedTensor, wrap
 from tpuport.tracing.core.values import tensors_in, value_of
-from tpuport.tracing.functions.registry import function, holds_traced
+from tpuport.tracing.functions.registry import function, holds_traced, traced
 
 
 @function(torch.autograd.grad)
@@ -42,16 +44,137 @@ def _gradients(
 
     Raises:
         RuntimeError: as in eager, an output has no graph, or does not depend on an input.
-        PortError: an input is a constant of the program, or gradients come in batches.
+        PortError: an input is a constant of the program.
     """
     del retain_graph, only_inputs
-    ends, starts = tensors_in([outputs]), tensors_in([inputs])
-    if is_grads_batched or not all(isinstance(t, TracedTensor) for t in (*ends, *starts)):
+    starts = _sources(trace, inputs)
+    retained = [] if is_grads_batched else _retained(trace, starts)
+    found = _derivatives(
+        *(trace, outputs, [*starts, *retained], grad_outputs),
+        graph=create_graph,
+        batched=is_grads_batched,
+    )
+    _add(retained, found[len(starts) :], graph=create_graph)
+    found = found[: len(starts)]
+    if materialize_grads:
+        pairs = zip(found, starts, strict=True)
+        return tuple(torch.zeros_like(s) if g is None else g for g, s in pairs)
+    if not allow_unused and any(g is None for g in found):
+        raise RuntimeError(
+            "One of the differentiated Tensors appears to not have been used in the graph."
+            " Set allow_unused=True if this is the desired behavior."
+        )
+    return tuple(found)
+
+
+@function(torch.autograd.backward)
+def _backward(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if not holds_traced(trace, [*args, *kwargs.values()]):
+        return NotImplemented
+    return _accumulate(trace, *args, **kwargs)
+
+
+@function(torch.Tensor.backward)
+def _tensor_backward(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    if not holds_traced(trace, [*args, *kwargs.values()]):
+        return NotImplemented
+    return _accumulate(trace, *args, **{_OF_BACKWARD.get(k, k): v for k, v in kwargs.items()})
+
+
+_OF_BACKWARD = {"gradient": "grad_tensors"}
+
+
+def _accumulate(
+    trace: Trace,
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    *options: Any,
+    inputs: Any = None,
+    **more: Any,
+) -> None:
+    """Add gradients to the `.grad` of leaves, as `torch.autograd.backward` does.
+
+    Raises:
+        PortError: a leaf is a parameter or an argument of the program.
+    """
+    del retain_graph, more
+    inputs = options[-1] if options and options[-1] is not None else inputs
+    leaves = trace.gradient_leaves()
+    if inputs is not None:
+        starts = _sources(trace, inputs)
+        leaves = list({id(t): t for t in (*starts, *_retained(trace, starts))}.values())
+    found = _derivatives(trace, tensors, leaves, grad_tensors, graph=create_graph)
+    for leaf, grad in zip(leaves, found, strict=True):
+        if grad is not None and leaf._is_given and id(leaf) not in trace.gathered:
+            raise port_error(
+                "backward() inside a ported function would leave a gradient on a parameter or an"
+                f" argument of shape {tuple(leaf.shape)}, which a program does not return",
+                code="TPU403",
+                remedy="name what you read: torch.autograd.grad(loss, x) or backward(inputs=[x]);"
+                " take gradients of parameters outside, with jax.grad of ported.apply",
+            )
+    _add(leaves, found, graph=create_graph)
+
+
+def _add(leaves: list[TracedTensor], grads: list[Any], *, graph: bool) -> None:
+    """Add gradients to those that tensors have; a sum has no graph if they have none."""
+    with torch.set_grad_enabled(graph):
+        for leaf, grad in zip(leaves, grads, strict=True):
+            if grad is not None:
+                leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+
+@function(torch.Tensor.retain_grad)
+def _retain_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    if tensor is None:
+        return NotImplemented
+    if not tensor.requires_grad:
+        raise RuntimeError("can't retain_grad on Tensor that has requires_grad=False")
+    trace.add_leaf(tensor)
+    return None
+
+
+def _retained(trace: Trace, starts: list[TracedTensor]) -> list[TracedTensor]:
+    """Return the tensors that retain a gradient and are passed on the way back to some others."""
+    retained = trace.gradient_leaves(retained=True)
+    with torch.enable_grad():
+        sources = list(map(value_of, starts))
+        return [t for t in retained if any(_Replay([value_of(t)], sources).used)]
+
+
+def _sources(trace: Trace, inputs: Any) -> list[TracedTensor]:
+    """Return the tensors to differentiate with respect to.
+
+    Raises:
+        PortError: one is a constant of the program.
+    """
+    found = [traced(trace, tensor) for tensor in tensors_in([inputs])]
+    sources = [tensor for tensor in found if tensor is not None]
+    if len(sources) != len(found):
         raise port_error(
-            "torch.autograd.grad of a constant tensor, or of batched gradients",
+            "a gradient with respect to a constant tensor is asked of torch.autograd",
             code="TPU403",
             remedy="make the input from an argument of the call, such as x.detach()",
         )
+    if not all(source.requires_grad for source in sources):
+        raise RuntimeError("One of the differentiated Tensors does not require grad")
+    return sources
+
+
+def _derivatives(
+    trace: Trace,
+    outputs: Any,
+    starts: list[TracedTensor],
+    grad_outputs: Any,
+    *,
+    graph: bool,
+    batched: bool = False,
+) -> list[torch.Tensor | None]:
+    """Return the gradient of outputs with respect to each source, None where there is none."""
+    ends = tensors_in([outputs])
     for index, end in enumerate(ends):
         if not end.requires_grad:
             raise RuntimeError(
@@ -63,24 +186,20 @@ def _gradients(
             _cotangent(given, end, value)
             for given, end, value in zip(_given(grad_outputs, ends), ends, values, strict=True)
         ]
-    replay = _Replay(values, sources)
-    found = jax.vjp(replay, *sources)[1](cotangents)
-    flow = Flow.SEEN if create_graph else Flow.STOPPED
+    unique = list({id(source): source for source in sources}.values())
+    replay = _Replay(values, unique)
+    pull = jax.vjp(replay, *unique)[1]
+    pulled = (jax.vmap(pull) if batched else pull)(cotangents)
+    known = {id(u): one for u, *one in zip(unique, pulled, replay.used, strict=True)}
     made: list[torch.Tensor | None] = []
-    for start, value, used in zip(starts, found, replay.used, strict=True):
-        if not used and not materialize_grads:
-            if not allow_unused:
-                raise RuntimeError(
-                    "One of the differentiated Tensors appears to not have been used in the graph."
-                    " Set allow_unused=True if this is the desired behavior."
-                )
-            made.append(None)
-            continue
+    for start, source in zip(starts, sources, strict=True):
+        value, used = known[id(source)]
         # torch's gradients of complex numbers are the conjugates of jax's.
         value = value.conj() if jnp.iscomplexobj(value) else value
-        value = value if create_graph else jax.lax.stop_gradient(value)
-        made.append(wrap(value, start.dtype, trace=trace, flow=flow))
-    return tuple(made)
+        value = value if graph else jax.lax.stop_gradient(value)
+        flow = Flow.SEEN if graph else Flow.STOPPED
+        made.append(wrap(value, start.dtype, trace=trace, flow=flow) if used else None)
+    return made
 
 
 def _given(grad_outputs: Any, ends: Sequence[torch.Tensor]) -> Sequence[Any]:
@@ -98,21 +217,34 @@ def _cotangent(given: torch.Tensor | None, end: torch.Tensor, value: jax.Array) 
     return jnp.ones_like(value)
 
 
+@jax.custom_jvp
+def _joined(value: jax.Array, source: jax.Array) -> jax.Array:
+    """Return a value that is also a source: its gradient is counted for both."""
+    del source
+    return value
+
+
+@_joined.defjvp
+def _joined_jvp(primals: Any, tangents: Any) -> Any:
+    return primals[0], tangents[0] + tangents[1]
+
+
 class _Replay:
-    """The function from some recorded values to others, which runs its equations again."""
+    """The function from some recorded values to others, which runs its equations again.
+
+    `used` says of each source whether a value depends on it.
+    """
 
     def __init__(self, values: list[Any], sources: list[Any]) -> None:
         self._values = list(map(_outside, values))
         self._sources = [id(_outside(source)) for source in sources]
+        self._paths, self._depends = Paths(), dict[int, bool]()
         self._equations = self._between()
-        reached = {id(v) for v in self._values}
-        for equation in self._equations:
-            reached |= {id(_outside(v)) for v in equation.in_tracers}
-        self.used = [source in reached for source in self._sources]
+        self.used = [source in self._depends for source in self._sources]
 
     def _between(self) -> list[Any]:
         """Return the equations from the sources to the values, in order."""
-        depends = dict.fromkeys(self._sources, True)
+        sources, depends = set(self._sources), self._depends
         ordered: dict[int, Any] = {}
         pending = list(self._values)
         while pending:
@@ -120,19 +252,25 @@ class _Replay:
             equation = getattr(value, "parent", None)
             if id(value) in depends:
                 pending.pop()
-            elif equation is None:
-                _refuse_unrecorded(value)
-                depends[id(value)] = False
-            else:
-                operands = list(map(_outside, equation.in_tracers))
-                open_ = [v for v in operands if id(v) not in depends]
-                if open_:
-                    pending += open_
-                    continue
-                depends[id(value)] = any(depends[id(v)] for v in operands)
-                if depends[id(value)]:
-                    ordered[id(equation)] = equation
+                continue
+            if equation is None:
+                refuse_unrecorded(value)
+            operands = [] if equation is None else self._operands(equation, value)
+            open_ = [v for v in operands if id(v) not in depends]
+            if open_:
+                pending += open_
+                continue
+            reached = any(depends[id(v)] for v in operands)
+            if reached:
+                ordered[id(equation)] = equation
+            depends[id(value)] = reached or id(value) in sources
         return list(ordered.values())
+
+    def _operands(self, equation: Any, value: Any) -> list[Any]:
+        """Return the operands of an equation from which a derivative flows to one result."""
+        paths = self._paths.of_equation(equation)
+        may = next(p.may for v, p in zip(equation.outvars, paths, strict=True) if v is value.val)
+        return [_outside(v) for i, v in enumerate(equation.in_tracers) if may >> i & 1]
 
     def __call__(self, *sources: Any) -> list[Any]:
         known = dict(zip(self._sources, sources, strict=True))
@@ -140,10 +278,12 @@ class _Replay:
 
         def read(value: Any) -> Any:
             value = _outside(value)
-            if id(value) in known:
-                return known[id(value)]
             recorded = getattr(value, "parent", None) is not None
-            return made.get(value.val, value) if recorded else value
+            found = made.get(value.val) if recorded else None
+            source = known.get(id(value))
+            if found is not None and source is not None:
+                return _joined(found, source)
+            return next(one for one in (source, found, value) if one is not None)
 
         for equation in self._equations:
             params = equation.primitive.get_bind_params(equation.params)
@@ -172,6 +312,11 @@ class NeedsProgram(Exception):
     """
 
 
-def _refuse_unrecorded(value: Any) -> None:
+def refuse_unrecorded(value: Any) -> None:
+    """Ask for a program if a value is traced and what made it is not recorded.
+
+    Raises:
+        NeedsProgram: It is.
+    """
     if isinstance(value, jax.core.Tracer) and not hasattr(value, "parent"):
         raise NeedsProgram

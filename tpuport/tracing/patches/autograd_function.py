@@ -2,11 +2,14 @@
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import torch
+from jax.extend.core import jaxpr_as_fun
 from torch.autograd.function import _SingleLevelFunction
 
 from tpuport.foundation import pytree
@@ -14,7 +17,8 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Replacement, Shim, installed
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.autocast import OFF, autocast_as
-from tpuport.tracing.core.context import Trace, TraceOptions, current
+from tpuport.tracing.core.bound_tensors import BoundTensors
+from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, value_of
@@ -67,10 +71,11 @@ class AutogradFunction(Shim):
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             # torch.func applies classes that it derives, which are no `Function`.
-            traced = current() is not None and issubclass(cls, torch.autograd.Function)
-            if traced and any(isinstance(a, TracedTensor) for a in (*args, *kwargs.values())):
+            trace = current() if issubclass(cls, torch.autograd.Function) else None
+            given = (*args, *kwargs.values())
+            if trace is not None and any(isinstance(a, TracedTensor) for a in given):
                 count(self.TARGET)
-                return _apply(cls, _positional(cls, args, kwargs))
+                return apply_function(trace, cls, _positional(cls, args, kwargs))
             return original.__get__(None, cls)(*args, **kwargs)
 
         # Not `Function.apply` itself: user code keeps that (`op = Op.apply` in its modules), and it
@@ -78,6 +83,8 @@ class AutogradFunction(Shim):
         return [Replacement(_SingleLevelFunction, "apply", classmethod(apply))]
 
 
+# Folded into the key of the random numbers that a backward draws.
+_BACKWARD = 0xBAC
 _C_APPLY = torch._C._FunctionBase.__dict__["apply"]
 
 
@@ -105,7 +112,8 @@ class _FunctionCall:
     """
 
     def __init__(self, trace: Trace, cls: Any, args: tuple[Any, ...]) -> None:
-        # No tensor is held: a checkpointed block would return, and so keep, those that are alive.
+        # Of the arguments no tensor is held: a checkpointed block would return, and so keep, those
+        # that are alive.
         self.trace, self.cls = trace, cls
         self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
         self.tensors = [meta_of(a) for a in args if isinstance(a, torch.Tensor)]
@@ -116,15 +124,23 @@ class _FunctionCall:
         self.saved: list[torch.Tensor] = []
         # For each saved tensor, the output that it is.
         self.saved_outputs: list[int | None] = []
+        # What the backward reads besides: weights of modules that it calls.
+        self.bound = BoundTensors(trace, ())
+        # For each saved tensor, the one of those that it is.
+        self.saved_bound: list[TracedTensor | None] = []
+        self.saved_seen: list[bool] = []
+        self.keys: KeyStream | None = None
+        self.residual_kinds: Any = None
         self._reached: list[bool] | None = None
-        self.attach = jax.custom_vjp(lambda values, outs, saved: outs)
+        self.attach = jax.custom_vjp(lambda values, bound, outs, saved: outs)
         self.attach.defvjp(self.fwd, self.bwd)
 
     def program_key(self) -> list[Any]:
         """Return what decides the backward, besides the values of tensors."""
         metas = [[(m.shape, m.dtype) for m in some] for some in (self.metas, self.saved)]
         contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
-        return [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
+        key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
+        return [*key, self.bound.tensors]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward and return its outputs."""
@@ -142,7 +158,8 @@ class _FunctionCall:
                 raise unsized(f"an output of {cls.__name__}.forward")
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
-        attached = self.attach(values, outs, self._save(context, tensors, leaves))
+        saved = self._save(context, tensors, leaves)
+        attached = self.attach(values, self.bound.values, outs, saved)
         made: list[torch.Tensor] = []
         for leaf, plain, value, meta in zip(leaves, outs, attached, self.metas, strict=True):
             constant = id(leaf) in context.constant or not differentiable(leaf.dtype)
@@ -157,27 +174,61 @@ class _FunctionCall:
         Gradients flow through those of arguments, not through what forward computed on its way.
         """
         kept, self.context_spec = pytree.flatten((context.saved_tensors, context.__dict__))
+        specs = (self.context_spec, pytree.flatten(self.rest)[1])
+        roots = [one for spec in specs for one in pytree.statics_of(spec)]
+        self.bound = BoundTensors(self.trace, [*roots, self.cls.forward, self.cls.backward])
         self.saved = [meta_of(leaf) for leaf in kept]
+        self.saved_bound = [leaf if leaf in self.bound else None for leaf in kept]
         given = {id(tensor) for tensor in tensors}
+        self.saved_seen = [id(leaf) in given and leaf.requires_grad for leaf in kept]
         position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
         self.saved_outputs = [position.get(id(leaf)) for leaf in kept]
         with torch.no_grad():
             stopped = [value_of(leaf) for leaf in kept]
         pairs = zip(kept, stopped, strict=True)
-        return [value_of(leaf) if id(leaf) in given else value for leaf, value in pairs]
+        values = [value_of(leaf) if id(leaf) in given else value for leaf, value in pairs]
+        self.keys = self.trace.keys
+        if self.keys is not None and self.keys.used:
+            # Torch's generator goes on in backward, whose numbers are others than forward's.
+            fresh = jax.random.fold_in(self.keys.base, self.keys.number)
+            start = 0 if self.keys.start is None else self.keys.start
+            values += [jax.random.fold_in(fresh, _BACKWARD), self.keys.base, jnp.asarray(start)]
+        self.residual_kinds = jax.tree.map(_kind, (self.bound.values, values))
+        return values
 
-    def fwd(self, values: Any, outs: Any, saved: Any) -> Any:
+    def fwd(self, values: Any, bound: Any, outs: Any, saved: Any) -> Any:
         """Return the outputs and the residuals."""
         # A second derivative goes through what the function got and what it returned.
-        outs = self.attach(values, outs, saved)
-        pairs = zip(saved, self.saved_outputs, strict=True)
-        return outs, [s if i is None else outs[i] for s, i in pairs]
+        outs = self.attach(values, bound, outs, saved)
+        pairs = itertools.zip_longest(saved, self.saved_outputs)
+        return outs, (bound, [s if i is None else outs[i] for s, i in pairs])
 
-    def bwd(self, saved: Any, cotangents: Any) -> Any:
-        """Run the user's backward."""
+    def bwd(self, residuals: Any, cotangents: Any) -> Any:
+        """Run the user's backward, in a program of its own: it may ask for derivatives itself."""
+        given: list[Any] = []
+
+        def run(residuals: Any, cotangents: Any) -> Any:
+            given[:] = self._pulled_back(residuals, cotangents)
+            return [g for g in given if g is not None]
+
+        closed = jax.make_jaxpr(run)(residuals, cotangents)
+        found = iter(jaxpr_as_fun(closed)(*jax.tree.leaves((residuals, cotangents))))
+        made = [None if g is None else next(found) for g in given]
+        count = len(self.tensors)
+        return made[:count], made[count:], None, None
+
+    def _pulled_back(self, residuals: Any, cotangents: Any) -> list[Any]:
+        """Return the cotangents of the arguments, then of what is bound; None is zero."""
+        bound, saved = residuals
         # Torch runs backward after the autocast region has ended; `custom_bwd` enters its own.
-        with _running(self.trace) as trace, autocast_as(OFF):
-            restored = _rewrapped(saved, self.saved, trace)
+        with (
+            _running(self.trace) as trace,
+            self.bound.holding(bound, trace),
+            autocast_as(OFF),
+        ):
+            if trace is not self.trace:
+                self._resume_numbers(trace, saved[len(self.saved) :])
+            restored = self._restored(saved, trace)
             saved_tensors, attributes = pytree.unflatten(self.context_spec, restored)
             context = _Context(())
             context.__dict__.update(attributes)
@@ -189,7 +240,26 @@ class _FunctionCall:
             picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
             pairs = zip(picked, self.tensors, strict=True)
             given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
-            return _conjugate(given), None, None
+            left = zip(self.bound.take_gradients(), bound, strict=True)
+            given += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
+            return _conjugate(given)
+
+    def _resume_numbers(self, trace: Trace, numbers: list[Any]) -> None:
+        """Let a backward draw random numbers of its own, and those of forward again."""
+        stream = None
+        if numbers:
+            fresh, base, start = numbers
+            trace.keys, stream = KeyStream(fresh), KeyStream(base, start=start)
+        trace.resumed = (self.trace, self.keys, stream)
+
+    def _restored(self, saved: Any, trace: Trace) -> list[torch.Tensor]:
+        """Return the saved tensors as the backward reads them."""
+        made = _rewrapped(saved[: len(self.saved)], self.saved, trace)
+        for tensor, seen in zip(made, self.saved_seen, strict=True):
+            if seen:
+                tensor._own_flow = Flow.SEEN
+        pairs = zip(made, self.saved_bound, strict=True)
+        return [one if bound is None else bound for one, bound in pairs]
 
     def _cotangent(self, index: int, grad: Any, meta: torch.Tensor) -> Any:
         """Return an argument's cotangent, of its size as autograd makes it; None is zero."""
@@ -225,23 +295,28 @@ class _FunctionCall:
         return grads[:count]
 
     def reached(self) -> list[bool]:
-        """Return for each tensor among the arguments whether the backward gives it a gradient."""
+        """Return for each argument that is a tensor, then for what is bound, whether the backward
+        gives it a gradient.
+        """
         if self._reached is None:
-            specs = [
-                [jax.ShapeDtypeStruct(m.shape, backend.jax_dtype(m.dtype)) for m in metas]
-                for metas in (self.saved, self.metas)
+            cotangents = [
+                jax.ShapeDtypeStruct(m.shape, backend.jax_dtype(m.dtype)) for m in self.metas
             ]
             found: list[bool] = []
 
-            def run(saved: Any, cotangents: Any) -> None:
-                found.extend(g is not None for g in self.bwd(saved, cotangents)[0])
+            def run(residuals: Any, cotangents: Any) -> None:
+                found.extend(g is not None for g in self._pulled_back(residuals, cotangents))
 
             try:
-                jax.eval_shape(run, *specs)
+                jax.eval_shape(run, self.residual_kinds, cotangents)
             except Exception:  # raised again, to the user, when a gradient is asked for
-                found = [True] * len(self.tensors)
+                found = [True] * (len(self.tensors) + len(self.bound.storages))
             self._reached = found
         return self._reached
+
+
+def _kind(value: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
 def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
@@ -259,9 +334,8 @@ def _backward(cls: Any, context: _Context, grads: list[torch.Tensor]) -> Any:
     return backward(context, grads) if cls.boxed_grads_call else backward(context, *grads)
 
 
-def _apply(cls: Any, args: tuple[Any, ...]) -> Any:
-    trace = current()
-    assert trace is not None
+def apply_function(trace: Trace, cls: Any, args: tuple[Any, ...]) -> Any:
+    """Call a custom autograd function with traced tensors."""
     if any(extents_of(a) for a in args):
         raise unsized(f"an argument of {cls.__name__}.apply")
     return _FunctionCall(trace, cls, args).run(args)

@@ -1,5 +1,6 @@
 """Seeding inside a ported function, which sets the program's keys and not torch's generator."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,7 +8,8 @@ import torch
 
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.context import KeyStream, current
+from tpuport.tracing.core.context import KeyStream, Trace, current
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import STAND_IN
 from tpuport.tracing.patches._count import count
 
@@ -34,18 +36,40 @@ class ManualSeed(Shim):
 
         def get_rng_state() -> torch.Tensor:
             state, holder = get(), current() or STAND_IN.get()
-            if holder is not None and holder.keys is not None:
-                state._stream = (holder, holder.keys, holder.keys.count)  # type: ignore[attr-defined]
+            if holder is not None:
+                count = 0 if holder.keys is None else holder.keys.count
+                state._stream = (holder, holder.keys, count)  # type: ignore[attr-defined]
             return state
 
         def set_rng_state(new_state: torch.Tensor) -> None:
             holder = current() or STAND_IN.get()
             kept = getattr(new_state, "_stream", None)
-            if holder is None or kept is None or kept[0] is not holder:
+            if holder is None or kept is None:
                 put(new_state)
                 return
-            holder.keys = kept[1]
-            holder.keys.count = kept[2]
+            owner, keys, count = kept
+            resumed = getattr(holder, "resumed", None)
+            if resumed and resumed[2] and owner is resumed[0] and keys is resumed[1]:
+                # A state that a custom function's forward kept is set in its backward.
+                if not isinstance(count, int):
+                    raise port_error(
+                        "a state of the random generator that depends on a branch is set again in"
+                        " the backward of a custom autograd function",
+                        code="TPU404",
+                        remedy="keep the state outside of the branch, or draw the numbers before",
+                    )
+                owner, keys = holder, replace(resumed[2])
+            elif owner is not holder and isinstance(holder, Trace) and resumed is None:
+                raise port_error(
+                    "a state of the random generator that an earlier call kept is set",
+                    code="TPU404",
+                    remedy="keep it within one call, or seed by torch.manual_seed",
+                )
+            # In a backward whose forward drew no numbers, nothing is drawn.
+            if owner is holder:
+                holder.keys = keys
+                if keys is not None:
+                    keys.count = count
 
         made = {
             "manual_seed": manual_seed,

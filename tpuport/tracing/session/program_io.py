@@ -45,7 +45,7 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
     whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
     like = tensor if whole else meta_of(tensor)
     made = TracedTensor(Storage(value, trace), (), like, value, flow)
-    made._is_leaf = True
+    made._is_leaf = made._is_given = True
     vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
@@ -67,7 +67,9 @@ def traced_arguments(
         else:
             flow = Flow.SEEN if meta.requires_grad else Flow.HIDDEN
             argument = TracedTensor(Storage(value, trace), (), meta, value, flow)
-            argument._is_leaf = True
+            argument._is_leaf = argument._is_given = True
+            if meta.requires_grad:
+                trace.add_leaf(argument)
             made.append(argument)
     containers: dict[int, Any] = {}
     args, kwargs = pytree.unflatten(request.spec, made, containers)

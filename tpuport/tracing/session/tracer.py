@@ -49,7 +49,12 @@ from tpuport.tracing.session.program_io import (
     state_tensor,
     traced_arguments,
 )
-from tpuport.tracing.state.module_state import StateTree, python_changes, state_tree
+from tpuport.tracing.state.module_state import (
+    StateTree,
+    forget_random_states,
+    python_changes,
+    state_tree,
+)
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 _MAX_ATTEMPTS = 40
@@ -70,6 +75,8 @@ class Tracer:
     patches: tuple[type[Shim], ...] = ()
     # The rules that rewrite lines which a trace cannot run.
     rules: tuple[type[RuleVisitor], ...] = ()
+    # Gives the state of a trace what hooks of parameters make of their gradients.
+    hooked: Callable[[Trace, dict[str, Any], dict[str, Any]], dict[str, Any]] | None = None
     plan: SpeculationLog = field(default_factory=SpeculationLog)
     plans: dict[Any, SpeculationLog] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -232,6 +239,7 @@ class Tracer:
         if request.checks:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked = self._callable(trace, request)
+        values = request.values
         tree = state_tree(module, objects=True) if module is not None else None
         named, memory = ({}, {}) if tree is None else (tree.modules, memory_of(tree))
         trace.own_modules = {number: fqn for fqn, number in named.items()}
@@ -248,6 +256,8 @@ class Tracer:
         roots = [module, args, kwargs]
         explorer = trace.explorer
         assert explorer is not None
+        if self.hooked is not None and self.master is not None:
+            values = self.hooked(trace, dict(self.master.named_parameters()), values)
         with host_randomness.unchanged(roots):
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
@@ -255,7 +265,7 @@ class Tracer:
         trace.recorder.guards.refuse_writes()
         refuse_foreign_writes(trace, module, made)
         after = state_tree(module, objects=True) if module is not None else None
-        outcome = self._outcome(trace, module, tree, after, result, request.values, baked)
+        outcome = self._outcome(trace, module, tree, after, result, values, baked)
         outcome.argument_changes = watch.changes()
         outputs = pytree.flatten(result, leaf=program_leaf)[0]
         if outcome.argument_changes is not None:
@@ -328,6 +338,7 @@ class Tracer:
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
         if module is not None and before is not None and after is not None:
+            forget_random_states(before, after)
             for name, leaf in after.leaves.items():
                 if extents_of(leaf):
                     raise unsized(f"the state {name!r} that the call leaves")

@@ -131,6 +131,19 @@ def _take_apart(
                 _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
 
 
+def forget_random_states(before: StateTree, after: StateTree) -> None:
+    """Take no notice of states of the program's random numbers that a call kept in attributes.
+
+    They mean nothing to the next call, which draws other numbers.
+    """
+    kept = [name for name, leaf in after.leaves.items() if hasattr(leaf, "_stream")]
+    for path in kept:
+        name = path.partition("[")[0]
+        if name in before.owners:
+            del after.leaves[path]
+            after.statics[name], after.values[name] = before.statics[name], before.values[name]
+
+
 # Types whose values are interchangeable if they are equal.
 _EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)

@@ -1,0 +1,129 @@
+"""Tensors that a custom backward reads from outside: weights of the modules that it calls.
+
+The backward runs in a later trace than its forward. The tensors that its context and its functions
+refer to then hold other values, which jax hands to it, for as long as it runs.
+"""
+
+import contextlib
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.foundation.pytree.children import ATOMS, children, is_open, walk
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.tensor import Storage, TracedTensor
+
+
+class BoundTensors:
+    """The tensors of a trace that can be reached from some objects.
+
+    Args:
+        trace: The trace.
+        roots: The objects.
+    """
+
+    def __init__(self, trace: Trace, roots: Iterable[Any]) -> None:
+        self.tensors: list[TracedTensor] = []
+        # The host tensors among them that stand for traced ones.
+        self.hosts: dict[int, TracedTensor] = {}
+        for found in walk(roots, _parts):
+            if not isinstance(found, torch.Tensor):
+                continue
+            tensor = found if isinstance(found, TracedTensor) else trace.alias(found)
+            if tensor is None or tensor._storage.trace is not trace:
+                continue
+            if tensor is not found:
+                self.hosts[id(found)] = tensor
+            self.tensors.append(tensor)
+        self._ids = {id(tensor) for tensor in self.tensors}
+        self.storages = list(dict.fromkeys(tensor._storage for tensor in self.tensors))
+        trace.held += self.storages
+
+    def __contains__(self, tensor: Any) -> bool:
+        return id(tensor) in self._ids
+
+    @property
+    def values(self) -> list[jax.Array]:
+        """Return the values of the storages."""
+        return [storage.value for storage in self.storages]
+
+    @contextlib.contextmanager
+    def holding(self, values: Iterable[jax.Array], trace: Trace) -> Iterator[None]:
+        """Give the storages other values inside the block, as parts of another trace.
+
+        None of them may be written there, and `backward()` gives them gradients.
+        """
+        before = [(storage, storage.value, storage.trace) for storage in self.storages]
+        for storage, value in zip(self.storages, values, strict=True):
+            _put(storage, value, trace)
+        gathered, read_only, hosts = trace.gathered, trace.read_only, trace.substitutes
+        trace.gathered = gathered | {id(t): t for t in self.tensors if not t._frozen}
+        trace.read_only = read_only | {storage.serial for storage in self.storages}
+        trace.substitutes = hosts | self.hosts
+        try:
+            yield
+        finally:
+            trace.gathered, trace.read_only, trace.substitutes = gathered, read_only, hosts
+            for storage, value, owner in before:
+                _put(storage, value, owner)
+
+    def take_gradients(self) -> list[TracedTensor | None]:
+        """Return the gradient that `backward()` left for each storage, and forget it.
+
+        Raises:
+            PortError: it left one for a view.
+        """
+        found: list[TracedTensor | None] = []
+        for storage in self.storages:
+            total: TracedTensor | None = None
+            for tensor in self.tensors:
+                grad = tensor._grad if tensor._storage is storage else None
+                if grad is None:
+                    continue
+                if tensor._chain:
+                    raise port_error(
+                        "backward() in a custom backward reaches a view that was made outside of"
+                        f" it, of shape {tuple(tensor.shape)}",
+                        code="TPU403",
+                        remedy="pass that tensor to `apply` as an argument",
+                    )
+                tensor.grad = None
+                total = grad if total is None else total + grad  # pyright: ignore[reportAssignmentType]
+            found.append(total)
+        return found
+
+
+def _put(storage: Storage, value: Any, trace: Any) -> None:
+    storage.value, storage.trace = value, trace
+    storage.version += 1  # no view may use what it read before
+
+
+def _parts(value: Any) -> list[Any]:
+    """Return what code can reach from an object: attributes, elements, what functions close over.
+
+    Storages that a function writes later are not followed.
+    """
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        defaults = (value.__kwdefaults__ or {}).values()
+        return [*cells, *(value.__defaults__ or ()), *defaults]
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (torch.Tensor, *ATOMS)):
+        return []
+    containers = (list, tuple, dict, set, frozenset)
+    known = isinstance(value, (torch.nn.Module, *containers)) or is_open(value)
+    return children(value).all if known else []
+
+
+def _content(cell: types.CellType) -> Any:
+    with contextlib.suppress(ValueError):  # not assigned yet
+        return cell.cell_contents
+    return None
