@@ -19,7 +19,7 @@ from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.regions import Body
+from tpuport.tracing.core.regions import Body, narrow
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
@@ -93,6 +93,7 @@ def merge(
                 leaves, _ = pytree.flatten(result, leaf=branch_leaf)
                 forms = zip(leaves, sides[0].metas, wide, strict=True)
                 values = [leaf_value(v, meta, wide=w) for v, meta, w in forms]
+                narrow(written)
                 after = [s.value for s in written]
             for storage, value, _ in effects.before.values():
                 storage.value, storage.version = value, storage.version + 1

@@ -67,7 +67,10 @@ def narrowed(value: jax.Array, span: Span | None = None) -> jax.Array:
     return narrow
 
 
-def refuse_if(failed: Callable[[], jax.Array], message: str) -> None:
+SMALLER = "keep integers smaller (take % or & earlier), or set jax_enable_x64 before converting"
+
+
+def refuse_if(failed: Callable[[], jax.Array], message: str, remedy: str = SMALLER) -> None:
     """Raise our own error at the call if `failed`, computed in the scope, holds.
 
     It is an error of ours, so no `try` of the user's may catch it.
@@ -77,11 +80,7 @@ def refuse_if(failed: Callable[[], jax.Array], message: str) -> None:
         return
     with scope():
         value = lax.stop_gradient(failed())
-    error: PortError = error_here(
-        message,
-        code="TPU106",
-        remedy="keep integers smaller (take % or & earlier), or set jax_enable_x64 before converting",
-    )
+    error: PortError = error_here(message, code="TPU106", remedy=remedy)
     if not isinstance(value, jax.core.Tracer):
         if value:
             raise error

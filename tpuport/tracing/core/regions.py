@@ -6,7 +6,7 @@ Python objects that refer to them are then right without being found and updated
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,7 @@ class Body:
         """
         with self.trace.recording() as effects:
             self.result = self.thunk()
+            narrow(storage for storage, _, _ in list(effects.before.values()))
             # Counts of masks are kept, so that sizes inside and outside are known to be equal.
             self.counts = dict(self.trace.mask_counts)
         storages, nodes = _made(effects)
@@ -86,6 +87,13 @@ class Body:
             storage.set(value)
         self.trace.mask_counts.update(self.counts)
         return self.result
+
+
+def narrow(storages: Iterable[Storage]) -> None:
+    """Narrow written storages, whose dtype is fixed outside; the checks are writes themselves."""
+    for storage in storages:
+        if storage.wide:
+            storage.set(storage.value)
 
 
 def _made(effects: Effects) -> tuple[list[Any], list[Any]]:

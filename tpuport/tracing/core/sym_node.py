@@ -308,7 +308,7 @@ class NumberNode:
 
     def _refuse_inexact(self) -> None:
         if self.kind is int and not int64.is_within(self.span, (-EXACT, EXACT)):
-            message = "an int beyond 2**53 becomes a float, which Python rounds or compares exactly"
+            message = "an int beyond 2**53 meets a float, which Python rounds or compares exactly"
             int64.refuse_if(lambda: inexact(self.exact()), message)
 
     def is_integer(self) -> "NumberNode":
@@ -531,7 +531,8 @@ def _refuse_power(a: NumberNode, b: NumberNode, value: jax.Array) -> None:
     def finite() -> jax.Array:
         return (jnp.abs(a.held) < math.inf) & (jnp.abs(b.held) < math.inf)
 
-    int64.refuse_if(lambda: finite() & jnp.isnan(value), "a power that Python makes complex")
+    remedy = "take the power of abs(...), or an integer exponent"
+    int64.refuse_if(lambda: finite() & jnp.isnan(value), "a power that Python makes complex", remedy)
     error = OverflowError(34, "Numerical result out of range")
     _raise_if(lambda: finite() & (a.held != 0) & (jnp.abs(value) == math.inf), error)
 

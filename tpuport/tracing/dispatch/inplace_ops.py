@@ -6,9 +6,10 @@ import torch
 
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.int64 import INT32
 from tpuport.tracing.core.op_info import RENAMED, OpInfo
 from tpuport.tracing.core.redispatch import call
-from tpuport.tracing.core.tensor import Flow
+from tpuport.tracing.core.tensor import Flow, TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, held_of, write
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dynamic_shapes.handlers import involved
@@ -35,6 +36,8 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         positional = [a for a in func._schema.arguments if not a.kwarg_only]
         args = (*args, *(a.default_value for a in positional[len(args) :]))
     flow = flow_of(flat(args, kwargs))
+    if _counts(func, args):
+        args[0]._bounds = (INT32[0], INT32[1] - 1)
     result = call(info.functional, args, kwargs)
     results = result if isinstance(result, (list, tuple)) else [result]
     for target, new in zip(targets, results, strict=False):
@@ -44,6 +47,19 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         else:
             _write_one(target, new, flow)
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _counts(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether an op counts calls in the module's state: `num_batches_tracked.add_(1)`.
+
+    It stays in 32 bits without a check, for which 2**31 calls are needed.
+    """
+    target, trace = args[0], current()
+    if func._opname != "add_" or len(args) != 2 or type(args[1]) is not int or args[1] != 1:
+        return False
+    if target.dim() or not isinstance(target, TracedTensor) or target.dtype is not torch.int64 or trace is None:
+        return False
+    return any(target is state for state in trace.substitutes.values())
 
 
 def _refuse_overlap(func: Any, target: torch.Tensor) -> None:

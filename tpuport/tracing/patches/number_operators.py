@@ -72,7 +72,8 @@ def _power(a: Any, b: Any) -> Any:
         return _run("float_pow", base.sym_float(), exponent.sym_float())
     if exponent.low < 0:
         message = "an int to a power below 0, which depends on the program's inputs, is a float"
-        int64.refuse_if(lambda: exponent.exact() < 0, message)
+        remedy = "give it a float base: float(base) ** exponent"
+        int64.refuse_if(lambda: exponent.exact() < 0, message, remedy)
     return _run("pow_by_natural", base, exponent)
 
 

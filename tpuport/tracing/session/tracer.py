@@ -281,6 +281,9 @@ class Tracer:
                 and trace.alias(tensor) is not None
             ):
                 outcome.mutated[index] = value_of(tensor)
+        # Last, because results that are narrowed are checked.
+        if trace.recorder.checks and trace.error_code is not None:
+            outcome.error_code = trace.error_code.value
         return outcome
 
     def _callable(
@@ -356,8 +359,6 @@ class Tracer:
                         outcome.state[name] = array
             outcome.python_changes = python_changes(before, after, module)
             outcome.baked = dict(baked)
-        if trace.recorder.checks and trace.error_code is not None:
-            outcome.error_code = trace.error_code.value
         return outcome
 
 
