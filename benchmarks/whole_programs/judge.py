@@ -5,6 +5,7 @@ import copy
 import importlib.util
 import itertools
 import linecache
+import signal
 import sys
 import traceback
 import warnings
@@ -32,6 +33,10 @@ FINDS = ("silent", "gradient", "crash", "error missed", "error made", "other err
 # The runs of eager PyTorch in float64, by the size of the errors that are put in.
 _RUNS = (0, 1, 1, 16, 64)
 _MOST_STEPS = 2
+# What eager PyTorch refuses because of how it computes: the result is plain.
+_OF_MEMORY = ("refer to a single memory location",)
+# Of the processor, for one program.
+_SECONDS = 4.0
 _numbers = itertools.count()
 
 
@@ -41,7 +46,7 @@ class Verdict:
 
     Attributes:
         kind: one of `FINDS`, "passes", "refused", "rounding" (a difference that rounding
-            explains), or "eager raises" (its first call).
+            explains), "eager raises" (its first call), or "slow" (given up).
         what: the difference, or the code of the refusal.
         call: the number of the call.
         line: the text of the line that a refusal names.
@@ -71,7 +76,31 @@ class Judge:
         """Judge a program."""
         with _loaded(program.source(), self._folder) as (model, path), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Run(program, model, path).verdict()
+            try:
+                with _limited():
+                    return _Run(program, model, path).verdict()
+            except _TooSlow:
+                return Verdict("slow")
+
+
+class _TooSlow(BaseException):
+    """A program takes too long; no handler for `Exception` catches it."""
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise in a program whose branches have too many paths to be worth its time."""
+
+    def give_up(*_: Any) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextlib.contextmanager
@@ -201,6 +230,8 @@ class _Run:
             return
         if any(_compatible(again(mode).error, b) for mode in _modes()):
             raise self._end("rounding")
+        if b is None and any(text in str(a) for text in _OF_MEMORY):
+            raise self._end("passes", "ends with an error of memory")
         if b is None:
             raise self._end("error missed", f"eager raises {_said(a)}")
         if a is not None:

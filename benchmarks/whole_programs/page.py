@@ -13,6 +13,7 @@ _MEANING = {
     "passes": "all calls and gradients are eager PyTorch's",
     "refused": "an error of tpuport that names the line",
     "rounding": "what differs does so in eager PyTorch too, with rounding errors put in",
+    "slow": "given up after some seconds: branches with many paths",
     "eager raises": "eager PyTorch raises at the first call: nothing was compared",
     "silent": "a value, a dtype, an argument or a state differs without an error",
     "gradient": "a gradient differs without an error",
@@ -38,7 +39,7 @@ def page(verdicts: list[Verdict], commit: str) -> str:
         commit: what was run.
     """
     kinds = Counter(one.kind for one in verdicts)
-    compared = [one for one in verdicts if one.kind != "eager raises"]
+    compared = [one for one in verdicts if one.kind not in ("eager raises", "slow")]
     lines = [
         "# Random programs",
         "",
