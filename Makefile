@@ -37,8 +37,9 @@ format: $(VENV)/.installed-dev ## fix style and formatting
 typecheck: $(VENV)/.installed-dev ## run pyright
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with their rewrites
-	TPUPORT_FUZZ=5000 $(BIN)/pytest -q tests/source/test_fuzz.py tests/source/test_fuzz_tensors.py
+fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with their rewrites and ports
+	TPUPORT_FUZZ=$(or $(TPUPORT_FUZZ),5000) $(BIN)/pytest -q tests/source/test_fuzz.py tests/source/test_fuzz_tensors.py
+	$(BIN)/python -m benchmarks.whole_programs --count $(or $(TPUPORT_FUZZ),5000)
 
 bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*
 	$(BIN)/python -m benchmarks

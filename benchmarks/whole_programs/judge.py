@@ -5,6 +5,7 @@ import copy
 import importlib.util
 import itertools
 import linecache
+import signal
 import sys
 import traceback
 import warnings
@@ -31,6 +32,11 @@ from tpuport.model.parity.float64 import Float64
 FINDS = ("silent", "gradient", "crash", "error missed", "error made", "other error", "wrong line")
 # The runs of eager PyTorch in float64, by the size of the errors that are put in.
 _RUNS = (0, 1, 1, 16, 64)
+_MOST_STEPS = 2
+# What eager PyTorch refuses because of how it computes: the result is plain.
+_OF_MEMORY = ("refer to a single memory location",)
+# Of the processor, for one program.
+_SECONDS = 4.0
 _numbers = itertools.count()
 
 
@@ -40,7 +46,7 @@ class Verdict:
 
     Attributes:
         kind: one of `FINDS`, "passes", "refused", "rounding" (a difference that rounding
-            explains), or "eager raises" (its first call).
+            explains), "eager raises" (its first call), or "slow" (given up).
         what: the difference, or the code of the refusal.
         call: the number of the call.
         line: the text of the line that a refusal names.
@@ -70,7 +76,31 @@ class Judge:
         """Judge a program."""
         with _loaded(program.source(), self._folder) as (model, path), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _Run(program, model, path).verdict()
+            try:
+                with _limited():
+                    return _Run(program, model, path).verdict()
+            except _TooSlow:
+                return Verdict("slow")
+
+
+class _TooSlow(BaseException):
+    """A program takes too long; no handler for `Exception` catches it."""
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """Raise in a program whose branches have too many paths to be worth its time."""
+
+    def give_up(*_: Any) -> None:
+        raise _TooSlow
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 @contextlib.contextmanager
@@ -130,6 +160,8 @@ class _Run:
         self.ported: Any = None
         self.model = model
         self.number, self.gradients, self.calls = 0, 0, 0
+        self._steps: dict[Any, Any] = {}
+        self.refused: _Found | None = None  # of gradients: the calls go on
 
     def verdict(self) -> Verdict:
         """Make all calls."""
@@ -138,8 +170,9 @@ class _Run:
                 self.number = number
                 self._call(call)
         except _Found as found:
-            return found.verdict
-        return self._end("passes").verdict
+            passes = found.verdict.kind == "passes"
+            return (self.refused if passes and self.refused else found).verdict
+        return (self.refused or self._end("passes")).verdict
 
     def _end(self, kind: str, what: str = "", line: str = "") -> _Found:
         return _Found(Verdict(kind, what, self.number, line, self.gradients, self.calls))
@@ -152,7 +185,7 @@ class _Run:
         if self.ported is None:
             ready = _ready(self.model, self.program)
             self.ported = tpuport.convert(ready, verify=self.program.verify)
-        if want.error is None and self.number == self.program.graded:
+        if want.error is None and self.refused is None:
             self._gradients(before, call)
         have = self._port(call)
 
@@ -197,6 +230,8 @@ class _Run:
             return
         if any(_compatible(again(mode).error, b) for mode in _modes()):
             raise self._end("rounding")
+        if b is None and any(text in str(a) for text in _OF_MEMORY):
+            raise self._end("passes", "ends with an error of memory")
         if b is None:
             raise self._end("error missed", f"eager raises {_said(a)}")
         if a is not None:
@@ -237,31 +272,47 @@ class _Run:
                 break
         else:
             return
+        given = [backend.to_jax(one) for one in call.arguments()]
+        if self._step_key(given, inputs=inputs) is None:
+            return
         try:
-            have = self._ported_gradients(call, inputs=inputs)
+            have = self._ported_gradients(given, inputs=inputs)
         except TpuportError as error:
-            raise self._refused(error) from None
+            self.refused = self.refused or self._refused(error)
+            return
         except Exception as error:
             raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
+        have.values = {name: have.values[name] for name in want.values}
         self._same("gradient", want, have, again)
         self.gradients += 1
 
-    def _ported_gradients(self, call: Call, *, inputs: bool) -> Result:
-        given = [backend.to_jax(one) for one in call.arguments()]
-
-        def loss(params: Any, floats: Any) -> Any:
-            args = [*floats, *given[len(floats) :]]
-            out, _ = self.ported.apply(params, self.ported.buffers, jax.random.key(0), *args)
-            total = jnp.zeros(())
-            for path, one in compare.flat(out).items():
-                if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jnp.floating):
-                    total += jnp.sum(one.astype(jnp.float32) * _weights(one.shape, path))
-            return total
-
-        floats = given[:2] if inputs else []
-        found = jax.jit(jax.grad(loss, argnums=(0, 1)))(self.ported.params, floats)
+    def _ported_gradients(self, given: list[jax.Array], *, inputs: bool) -> Result:
+        count = 2 if inputs else 0
+        step = self._steps[self._step_key(given, inputs=inputs)]
+        found = step(self.ported.params, given[:count], self.ported.buffers, given[count:])
         params, args = jax.tree.map(backend.to_torch, found)
         return Result({**params, **dict(zip(("x", "y"), args, strict=False))})
+
+    def _step_key(self, given: list[jax.Array], *, inputs: bool) -> Any:
+        """Make a step unless there is one for this Python state, and return its key.
+
+        A program whose state changes often has steps for two of its states: compiling takes most of
+        the time.
+        """
+        key = (self.ported._state_version, len(given[0]), inputs)
+        if key not in self._steps:
+            if len(self._steps) == _MOST_STEPS:
+                return None
+            self._steps[key] = jax.jit(jax.grad(self._loss, argnums=(0, 1)))
+        return key
+
+    def _loss(self, params: Any, floats: Any, buffers: Any, rest: Any) -> jax.Array:
+        out, _ = self.ported.apply(params, buffers, jax.random.key(0), *floats, *rest)
+        total = jnp.zeros(())
+        for path, one in compare.flat(out).items():
+            if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jnp.floating):
+                total += jnp.sum(one.astype(jnp.float32) * _weights(one.shape, path))
+        return total
 
 
 def _values(out: Any, given: Any, module: nn.Module, mode: Any = None) -> dict[str, Any]:
@@ -301,10 +352,13 @@ def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) 
             found = torch.autograd.grad(total, list(wanted.values()), allow_unused=True)
     except Exception as error:
         return Result({}, error)
-    zeros = [
-        torch.zeros_like(w) if g is None else g for w, g in zip(wanted.values(), found, strict=True)
-    ]
-    return Result({name: held(g) for name, g in zip(wanted, zeros, strict=True)})
+    made = dict(zip(wanted, found, strict=True))
+    if call.kind in ("nan", "inf"):
+        # A zero cotangent of a branch that is not taken, times NaN, is NaN; eager has no cotangent.
+        made = {name: g for name, g in made.items() if g is not None}
+    return Result(
+        {n: torch.zeros_like(wanted[n]) if g is None else held(g) for n, g in made.items()}
+    )
 
 
 def _weights(shape: Any, path: str) -> np.ndarray:

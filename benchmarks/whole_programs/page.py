@@ -13,6 +13,7 @@ _MEANING = {
     "passes": "all calls and gradients are eager PyTorch's",
     "refused": "an error of tpuport that names the line",
     "rounding": "what differs does so in eager PyTorch too, with rounding errors put in",
+    "slow": "given up after some seconds: branches with many paths",
     "eager raises": "eager PyTorch raises at the first call: nothing was compared",
     "silent": "a value, a dtype, an argument or a state differs without an error",
     "gradient": "a gradient differs without an error",
@@ -38,17 +39,17 @@ def page(verdicts: list[Verdict], commit: str) -> str:
         commit: what was run.
     """
     kinds = Counter(one.kind for one in verdicts)
-    compared = [one for one in verdicts if one.kind != "eager raises"]
+    compared = [one for one in verdicts if one.kind not in ("eager raises", "slow")]
     lines = [
         "# Random programs",
         "",
         "Written by `python -m benchmarks.whole_programs --log FILE --page COMMIT`. Random modules"
         " with masks, slices, branches, loops, state and in-place writes go through `convert`."
-        " Eager PyTorch is the judge of three calls: outputs, arguments, buffers, Python state,"
-        " what is raised, and at one of them the gradients of parameters and inputs. Later calls have"
-        " hostile inputs: empty and full masks, ties, zeros, NaN, infinities, indices out of range,"
-        " other sizes. What differs is compared with eager PyTorch in float64, with rounding errors"
-        " put in too. `make fuzz` runs it and prints each find as a small script.",
+        " Eager PyTorch is the judge of five calls: outputs, arguments, buffers, Python state,"
+        " what is raised, and the gradients of parameters and inputs. Later calls have hostile"
+        " inputs: empty and full masks, ties, zeros, NaN, infinities, indices out of range, other"
+        " sizes. What differs is compared with eager PyTorch in float64, with rounding errors put"
+        " in too. `make fuzz` runs it and prints each find as a small script.",
         "",
         f"The last run: {len(verdicts):,} programs on {commit}. {len(compared):,} of them run in"
         f" eager PyTorch; {sum(v.calls for v in verdicts):,} calls and"

@@ -111,11 +111,7 @@ class Call:
 
 @dataclass
 class Program:
-    """A module's statements, and its calls.
-
-    Attributes:
-        graded: the number of the call whose gradients are compared.
-    """
+    """A module's statements, and its calls."""
 
     seed: int
     start: list[Node]
@@ -124,7 +120,6 @@ class Program:
     calls: list[Call]
     train: bool
     verify: bool
-    graded: int
 
     def source(self) -> str:
         """Return the text of the module."""
@@ -136,7 +131,7 @@ class Program:
         calls = "".join(
             f"# {c.kind} (seed {c.seed}): {_shown(c.arguments())}\n" for c in self.calls
         )
-        head = f"# seed {self.seed}, train={self.train}, gradients of call {self.graded}\n"
+        head = f"# seed {self.seed}, train={self.train}\n"
         return f"{head}{self.source()}\n\n{calls}"
 
 
@@ -158,15 +153,13 @@ class Maker:
         self._return = draw.choice(grammar.RETURNS)
         body = [self._statement(2) for _ in range(draw.choice((1, 2, 2, 3, 3, 4)))]
         kinds = ["ordinary" if draw.random() < 0.8 else draw.choice(HOSTILE)]
-        kinds += [draw.choice(HOSTILE) for _ in range(2)]
+        kinds += draw.sample(HOSTILE, 4)
         if draw.random() < 0.8:  # another size is another program to compile
             kinds = ["none" if kind == "rows" else kind for kind in kinds]
         calls = [Call(kind, draw.randrange(10**6)) for kind in kinds]
         start = [Node("statement", text) for text in grammar.START]
         train, verify = draw.random() < 0.5, draw.random() < 0.1
-        return Program(
-            self.seed, start, body, self._return, calls, train, verify, draw.randrange(len(calls))
-        )
+        return Program(self.seed, start, body, self._return, calls, train, verify)
 
     def _statement(self, depth: int, *, loop: bool = False) -> Node:
         draw = self.random

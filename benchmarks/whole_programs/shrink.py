@@ -34,7 +34,7 @@ def _smaller(program: Program) -> Iterator[Program]:
     count = len(program.calls)
     for index in range(count if count > 1 else 0):
         left = program.calls[:index] + program.calls[index + 1 :]
-        yield replace(program, calls=left, graded=min(program.graded, count - 2))
+        yield replace(program, calls=left)
     nodes = [node for top in program.body for node in top.walk()]
     statements = [node for node in nodes if node.kind == "statement"]
     for node in (*program.body, *statements):

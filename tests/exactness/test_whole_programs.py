@@ -18,7 +18,7 @@ import tpuport
 from benchmarks.whole_programs.judge import FINDS, Judge
 from benchmarks.whole_programs.programs import Call, Maker, Node, Program
 from benchmarks.whole_programs.shrink import shrink
-from tests.exactness.scenario import Scenario, by_tpuport, check_calls
+from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 from tpuport.foundation.errors import PortError
 
 FEW, MORE = 16, int(os.environ.get("TPUPORT_FUZZ", "200"))
@@ -46,7 +46,7 @@ def test_many_random_programs_are_eagers(tmp_path: Path):
 def written(*lines: str) -> Program:
     """A program of these lines."""
     body = [Node("statement", line) for line in ("a = x", "s = x.sum()", *lines)]
-    return Program(0, [], body, "return a, s", [Call("ordinary", 1)] * 2, True, False, 0)
+    return Program(0, [], body, "return a, s", [Call("ordinary", 1)] * 2, True, False)
 
 
 def test_a_difference_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -219,3 +219,28 @@ def test_a_while_loop_has_a_tangent_and_refuses_a_gradient():
     with pytest.raises(PortError, match="has no gradient") as error:
         jax.jit(jax.grad(total))(ported.params)
     assert (error.value.source_line or "").strip() == "while total > 1:"
+
+
+def _write_selected(x: torch.Tensor, m: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    out = x * 0
+    out[k] = x[m]
+    return out
+
+
+def _add_selected(x: torch.Tensor, m: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return x[: len(k) - 1] + x[m]
+
+
+def _write_by_places(x: torch.Tensor, m: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return x.index_put((k.nonzero()[:, 0],), x[m])
+
+
+@pytest.mark.parametrize("function", [_write_selected, _add_selected, _write_by_places])
+def test_one_selected_row_serves_all_places(function: Any):
+    x, k = torch.arange(6.0).reshape(3, 2), torch.tensor([True, False, True])
+    one, two = torch.tensor([False, True, False]), torch.tensor([True, True, False])
+    scenario = Scenario(function.__name__, lambda: function, ((x, one, k), (x, two, k)))
+    ported = check_calls(scenario, by_tpuport)
+    check_gradients(scenario, by_tpuport)
+    with pytest.raises(RuntimeError, match="must match|shape mismatch"):
+        ported(x, torch.ones(3, dtype=torch.bool), k)

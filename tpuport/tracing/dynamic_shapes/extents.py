@@ -186,6 +186,22 @@ def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     return tensor
 
 
+def spread(
+    tensor: torch.Tensor, dim: int, own: NumberNode, node: NumberNode, size: int, message: str
+) -> torch.Tensor:
+    """Resize a physical array of one data-dependent size to another size.
+
+    As in eager, one element along the dim serves all; make the program fail at any other size.
+    """
+    made = resized(tensor, dim, size)
+    if own.expr == node.expr or not tensor.shape[dim]:
+        require_equal(own, node, message)
+        return made
+    is_one = own.value == 1
+    raise_if(~is_one & (own.value != node.value), RuntimeError(message))
+    return torch.where(wrap_now(is_one), tensor.narrow(dim, 0, 1), made)
+
+
 def note_dynamic(trace: Trace | None) -> None:
     """Set the flag that makes ops of this trace check for data-dependent sizes."""
     if trace is not None:

@@ -16,6 +16,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     node_of,
     require_equal,
     resized,
+    spread,
     strip,
 )
 from tpuport.tracing.dynamic_shapes.handlers import run, tensors_of
@@ -50,8 +51,11 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 "The size of tensor a must match the size of tensor b at non-singleton dimension"
                 f" {out_dim}"
             )
-            require_equal(other, node, message)
-            replaced[id(t)] = resized(replaced[id(t)], d, size)
+            if statics:
+                replaced[id(t)] = spread(replaced[id(t)], d, other, node, size, message)
+            else:
+                require_equal(other, node, message)
+                replaced[id(t)] = resized(replaced[id(t)], d, size)
         if not statics:
             found[out_dim] = node
             sizes[out_dim] = size

@@ -17,6 +17,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     refuse,
     require_equal,
     resized,
+    spread,
     strip,
     valid,
     wrap_now,
@@ -60,12 +61,9 @@ def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             count = extents_of(values).get(0)
             if count is not None:
                 size = next(torch.Tensor.size(i)[0] for i in expanded if i is not None)
-                require_equal(
-                    count,
-                    NumberNode(size, int, size, size),
-                    "shape mismatch: value tensor cannot be broadcast",
-                )
-                values = strip(values).narrow(0, 0, size)
+                node = NumberNode(size, int, size, size)
+                message = "shape mismatch: value tensor cannot be broadcast"
+                values = spread(strip(values), 0, count, node, size, message)
         return run(func, (target, expanded, values, accumulate), {})
     bound = max(torch.Tensor.size(i)[0] for i in expanded if i is not None and extents_of(i))
     keep = valid(node, bound)
@@ -87,13 +85,10 @@ def _matched_values(
         "shape mismatch: value tensor cannot be broadcast to indexing result:"
         " the mask selects another number of elements"
     )
-    require_equal(node, given or NumberNode(size, int, size, size), message)
-    plain = strip(values)
-    if size < bound:
-        rest = list(plain.shape)
-        rest[0] = bound - size
-        return torch.cat([plain, plain.new_zeros(rest)], 0)
-    return plain.narrow(0, 0, bound)
+    if given is not None:
+        return spread(strip(values), 0, given, node, bound, message)
+    require_equal(node, NumberNode(size, int, size, size), message)
+    return resized(strip(values), 0, bound)
 
 
 def _put_rows(
