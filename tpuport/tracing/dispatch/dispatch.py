@@ -72,7 +72,7 @@ _SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter
 
 def _selects(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an op selects or counts by traced values."""
-    if func._opname in ("nonzero", "bincount"):
+    if func._opname in ("nonzero", "bincount", "masked_select"):
         return True
     masks = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return any(traced_mask(m) for m in masks)

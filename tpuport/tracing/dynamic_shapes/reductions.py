@@ -110,17 +110,31 @@ def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dynamic = [d for d in extents_of(source) if d in dims]
     if not dynamic:
         return _after_reduction(source, dims, run(func, args, kwargs))
-    if func._opname != "mean":
-        raise refuse(func, " over that dim")
     keep = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
     count: Any = math.prod(source.bound_shape[d] for d in dims if d not in dynamic)
     for d in dynamic:
         count = count * extents_of(source)[d].value
-    dtype = kwargs.get("dtype") or source.dtype
-    total = filled(source, 0, dims).sum(dims, keepdim=keep, dtype=dtype)
-    return _after_reduction(
-        source, dims, total / wrap_now(jnp.asarray(count, jnp.float32)).to(dtype)
-    )
+    if func._opname == "mean":
+        dtype = kwargs.get("dtype") or source.dtype
+        total = filled(source, 0, dims).sum(dims, keepdim=keep, dtype=dtype)
+        return _after_reduction(source, dims, total / _as_tensor(count).to(dtype))
+    if source.is_complex():
+        raise refuse(func, " of complex values over that dim")
+    correction = kwargs.get("correction")
+    divisor = jnp.maximum(count - (1 if correction is None else correction), 0)
+    mean = filled(source, 0, dims).sum(dims, keepdim=True) / _as_tensor(count).to(source.dtype)
+    spread = filled((source - mean).square(), 0, dims).sum(dims, keepdim=keep)
+    found = spread / _as_tensor(divisor).to(source.dtype)
+    if func._opname.startswith("std"):
+        # The gradient of a deviation of zero is zero, not infinite.
+        found = torch.where(found == 0, 0.0, torch.where(found == 0, 1.0, found).sqrt())
+    if func._opname.endswith("_mean"):
+        found = (found, mean if keep else mean.reshape(found.shape))
+    return _after_reduction(source, dims, found)
+
+
+def _as_tensor(count: Any) -> torch.Tensor:
+    return wrap_now(jnp.asarray(count, jnp.float32))
 
 
 @handles("_softmax", "_log_softmax")

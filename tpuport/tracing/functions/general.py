@@ -25,6 +25,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     node_of,
     require_equal,
     resized,
+    strip,
 )
 from tpuport.tracing.functions.registry import FUNCTIONS, Handler, function, holds_traced, traced
 
@@ -244,15 +245,17 @@ def _setitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_long(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Give a value the data-dependent sizes of what it is written to, which eager requires."""
-    extents, lead = {}, target.dim() - value.dim()
+    own, lead = dict(extents_of(value)), target.dim() - value.dim()
+    plain = strip(value)
     for dim, node in extents_of(target).items():
-        own = dim - lead
-        if own >= 0 and own not in extents_of(value) and bound_of(value, own) != 1:
-            message = f"the value does not have the size of dimension {dim} that it is written to"
-            require_equal(node, node_of(bound_of(value, own)), message)
-            value = resized(value, own, bound_of(target, dim))
-            extents[own] = node
-    return attach(value.clone(), extents | extents_of(value)) if extents else value
+        at = dim - lead
+        if at < 0 or (at not in own and bound_of(value, at) == 1):
+            continue
+        message = f"the value does not have the size of dimension {dim} that it is written to"
+        require_equal(node, own.get(at) or node_of(bound_of(value, at)), message)
+        plain = resized(plain, at, bound_of(target, dim))
+        own[at] = node
+    return attach(plain.clone(), own) if own else value
 
 
 # -- devices, autograd ------------------------------------------------------------------
