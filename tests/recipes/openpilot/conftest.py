@@ -3,8 +3,9 @@
 import functools
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,31 @@ def _one_thread_of_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
             self.intra_op_num_threads = 1
 
     monkeypatch.setattr(onnxruntime, "SessionOptions", OneThread)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _optimized_warping() -> Iterator[None]:
+    """Let LLVM optimize the one program here that computes for longer than it is compiled.
+
+    As it is else in tests, a frame takes eight times as long.
+    """
+    import jax
+
+    from recipes.openpilot import assembling
+
+    warp = assembling.prepare_frames
+
+    def optimized(*given: Any, **options: Any) -> jax.Array:
+        before = jax.config.read("jax_disable_most_optimizations")
+        jax.config.update("jax_disable_most_optimizations", False)
+        try:
+            return warp(*given, **options)
+        finally:
+            jax.config.update("jax_disable_most_optimizations", before)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assembling, "prepare_frames", optimized)
+        yield
 
 
 @pytest.fixture(scope="session")
