@@ -91,7 +91,7 @@ def call(
                 model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
                 _PROGRAMS[module] = model
                 settings.report.programs.append(model.report)
-            settings.calls.note(module)
+            settings.calls.note(module, _DESCENDED)
             return model.call(method, args, kwargs)
     except PortError as error:
         is_whole = not _has_parts(module) and not _has_hooks(module)
