@@ -108,9 +108,11 @@ def call(
 def _name_the_option(error: PortError, module: torch.nn.Module) -> None:
     """Add to an error what helps a person who cannot edit the code."""
     name = type(module).__name__
-    if "--eager" not in (error.remedy or ""):
+    remedy = (error.remedy or "").replace("--eager NAME", f"--eager {name}")
+    if "--eager" not in remedy:
         option = f"leave {name} to eager PyTorch on the CPU: tpuport run --eager {name}"
-        error.remedy = f"{error.remedy}\n    or {option}" if error.remedy else option
+        remedy = f"{remedy}\n    or {option}" if remedy else option
+    error.remedy = remedy
 
 
 def _has_parts(module: torch.nn.Module) -> bool:
