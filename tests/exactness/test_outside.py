@@ -1,5 +1,6 @@
 """Python values outside of the port: what code read of them is part of its program."""
 
+import builtins
 import contextvars
 import copy
 import os
@@ -24,6 +25,19 @@ LIST, SET, ARRAY, TENSOR = [1.0], {"a"}, np.ones(3), torch.ones(3)
 VARIABLE: contextvars.ContextVar[float] = contextvars.ContextVar("scale", default=1.0)
 LIBRARY = types.ModuleType("library")
 LIBRARY.scale = 1.0  # type: ignore[attr-defined]
+
+
+class NamesBuiltins(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        known: Any = __builtins__
+        assert "len" in (known if isinstance(known, dict) else vars(known))
+        if x.shape[0] == 3:
+            raise ValueError("three rows")
+        return self.layer(x)
 
 
 class Options:
@@ -408,3 +422,30 @@ def test_the_mode_of_the_users_module_is_not_ignored_without_a_word():
     assert torch.equal(ported(X).torch(), X)
     model.train()
     assert torch.equal(ported(X).torch(), X)
+
+
+@pytest.mark.parametrize("namespace", ["builtins", "module", "dict"])
+def test_a_call_that_raises_leaves_namespaces_whole(namespace: str):
+    """Values outside are put back after an error, by code that may itself read them."""
+    space: dict[str, Any] = vars(LIBRARY) if namespace == "module" else dict(vars(LIBRARY))
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            space["scale"] = 5.0
+            if x.shape[0] == 3:
+                raise ValueError("three rows")
+            return self.layer(x)
+
+    made = NamesBuiltins() if namespace == "builtins" else Reads()
+    before, scale = dict(vars(builtins)), space["scale"]
+    ported = tpuport.convert(made)
+    with pytest.raises(ValueError, match="three rows"):
+        ported(torch.ones(3, 3))
+    assert vars(builtins) == before
+    assert space["scale"] == scale
+    if namespace == "builtins":
+        torch.testing.assert_close(tpuport.to_torch(ported(X)), made(X))

@@ -56,7 +56,7 @@ def test_the_end_names_what_cost_time_and_what_would_help(said):
     lines = said(SAMPLER, eager=["Kept"])
     assert all(line.startswith("tpuport run: ") for line in lines)
     first, retraced, host, looped, saving = (line.partition(": ")[2] for line in lines)
-    assert first.startswith("2 modules as programs, 2 retraces: ")
+    assert first.startswith("2 ported modules, 2 retraces: ")
     assert retraced == ("Linear: 2 retraces, 2 of them for args[0]: float32[2, 2] -> float32[3, 2]")
     assert host == "in eager PyTorch on the CPU: Kept (--eager)"
     assert looped == ("Linear was called 61 times, by Planner.sample: try --program Planner.sample")
@@ -96,6 +96,28 @@ def test_a_call_that_is_no_program_is_named(said):
     Outer().cuda()(torch.ones(1, 2).cuda())
     """
     assert "in eager PyTorch on the CPU: Outer, but for its submodules" in str(said(source))
+
+
+@pytest.mark.filterwarnings("ignore:Outer is not one program")
+def test_a_method_that_was_refused_is_not_proposed(said):
+    source = """
+    import torch
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(20))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = torch.from_numpy(layer(x).detach().cpu().numpy()).cuda()
+            return x
+
+    Outer().cuda()(torch.ones(1, 2).cuda())
+    """
+    lines = said(source)
+    assert any("but for its submodules" in line for line in lines)
+    assert not any("--program" in line for line in lines)
 
 
 def test_a_loop_is_not_seen_in_single_calls(said):

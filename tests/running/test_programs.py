@@ -260,6 +260,26 @@ def test_where_a_module_is_no_program_its_submodules_are():
     close(expected, got)
 
 
+@torch.no_grad()
+def test_layers_of_a_class_that_is_refused_are_not_all_tried():
+    class Layer(Outer):
+        def forward(self, x):
+            y = super().forward(x)[0]
+            return torch.cat([y, y], -1)
+
+    expected = built(lambda: nn.Sequential(*(Layer() for _ in range(5))))
+    inputs = batch()
+    with tpuport.porting(), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", PortWarning)
+        net = copy.deepcopy(expected).cuda()
+        got = net(inputs.cuda())
+        again = net(inputs.cuda())
+    refused = [str(one.message).partition(" ")[0] for one in said]
+    assert refused == ["Sequential", "Layer", "Layer"]
+    close(expected(inputs), got)
+    close(got, again)
+
+
 def test_nothing_inside_to_fall_back_on_is_an_error():
     class Leaf(nn.Linear):
         def forward(self, x):

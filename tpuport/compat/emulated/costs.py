@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
 
@@ -32,26 +32,35 @@ class Calls:
     loops: dict[str, str] = field(default_factory=dict)
     _running: dict[str, list[FrameType]] = field(default_factory=dict)
 
-    def note(self, module: torch.nn.Module) -> None:
-        """Count a call that the user's code makes now."""
+    def note(
+        self, module: torch.nn.Module, refused: Mapping[torch.nn.Module, Container[str]]
+    ) -> None:
+        """Count a call that the user's code makes now.
+
+        Args:
+            module: The module that is called.
+            refused: By module the methods that cannot be one program.
+        """
         name = type(module).__name__
         self.counts[name] += 1
         if self.counts[name] == _FIRST_LOOK:
-            self._running[name] = [frame for frame, _ in _methods_around(module)]
+            self._running[name] = [frame for frame, _ in _methods_around(refused)]
         elif self.counts[name] == _SECOND_LOOK:
             known = self._running.pop(name)
-            held = [method for frame, method in _methods_around(module) if frame in known]
+            held = [method for frame, method in _methods_around(refused) if frame in known]
             if held:
                 self.loops[name] = held[0]
 
 
-def _methods_around(module: torch.nn.Module) -> Iterator[tuple[FrameType, str]]:
-    """Yield the running methods of other modules, innermost first; torch's own are left out."""
+def _methods_around(
+    refused: Mapping[torch.nn.Module, Container[str]],
+) -> Iterator[tuple[FrameType, str]]:
+    """Yield the running methods of modules, innermost first; torch's own are left out."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         holder = frame.f_locals.get("self") if code.co_varnames[:1] == ("self",) else None
-        if isinstance(holder, torch.nn.Module) and holder is not module:
+        if isinstance(holder, torch.nn.Module) and code.co_name not in refused.get(holder, ()):
             owner = next((c for c in type(holder).__mro__ if code.co_name in vars(c)), None)
             if owner is not None and not owner.__module__.startswith("torch."):
                 yield frame, f"{owner.__name__}.{code.co_name}"
@@ -66,7 +75,7 @@ def lines(
         return
     spent = _total(programs)
     retraces = sum(len(report.retraces) for report in programs)
-    made = plural(len(programs), "module") + " as programs"
+    made = plural(len(programs), "ported module")
     again = f", {plural(retraces, 'retrace')}" if retraces else ""
     yield (
         f"{made}{again}: {fmt.seconds(spent.trace)} tracing,"

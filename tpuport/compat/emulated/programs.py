@@ -7,6 +7,7 @@ the modules inside it become programs.
 import threading
 import warnings
 import weakref
+from collections import Counter
 from typing import Any
 
 import torch
@@ -36,6 +37,10 @@ _ONE_AT_A_TIME = threading.RLock()
 _PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
 # By module the methods that cannot be one program.
 _DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+# How many instances of a class were refused in a row. Each attempt takes the time of a trace, and
+# the layers of a model have one class.
+_REFUSED: Counter[tuple[type, str]] = Counter()
+_TRIED = 2
 
 
 def programs() -> list[LiveModel]:
@@ -47,6 +52,7 @@ def forget() -> None:
     """Drop every program, at the end of the last context."""
     _PROGRAMS.clear()
     _DESCENDED.clear()
+    _REFUSED.clear()
 
 
 def becomes_program(module: torch.nn.Module, method: str) -> bool:
@@ -59,6 +65,8 @@ def becomes_program(module: torch.nn.Module, method: str) -> bool:
     if peek_interpreter_stack() is not None:
         return False  # torch.func transforms the single operations of what is called inside it
     if current() is not None or method in _DESCENDED.get(module, ()):
+        return False
+    if _REFUSED[type(module), method] >= _TRIED and module not in _PROGRAMS:
         return False
     names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
     return not names & {*settings.eager} and _is_on_accelerator(module)
@@ -91,8 +99,10 @@ def call(
                 model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
                 _PROGRAMS[module] = model
                 settings.report.programs.append(model.report)
-            settings.calls.note(module)
-            return model.call(method, args, kwargs)
+            settings.calls.note(module, _DESCENDED)
+            out = model.call(method, args, kwargs)
+            _REFUSED.pop((type(module), method), None)
+            return out
     except PortError as error:
         is_whole = not _has_parts(module) and not _has_hooks(module)
         if is_whole or isinstance(error, ParityError):
@@ -100,6 +110,7 @@ def call(
             trim(error)
             raise
         _DESCENDED.setdefault(module, set()).add(method)
+        _REFUSED[type(module), method] += 1
         _forget_if_empty(module, settings)
         _say_descended(module, method, error, settings)
     return original(module, *args, **kwargs)
@@ -108,9 +119,11 @@ def call(
 def _name_the_option(error: PortError, module: torch.nn.Module) -> None:
     """Add to an error what helps a person who cannot edit the code."""
     name = type(module).__name__
-    if "--eager" not in (error.remedy or ""):
+    remedy = (error.remedy or "").replace("--eager NAME", f"--eager {name}")
+    if "--eager" not in remedy:
         option = f"leave {name} to eager PyTorch on the CPU: tpuport run --eager {name}"
-        error.remedy = f"{error.remedy}\n    or {option}" if error.remedy else option
+        remedy = f"{remedy}\n    or {option}" if remedy else option
+    error.remedy = remedy
 
 
 def _has_parts(module: torch.nn.Module) -> bool:

@@ -175,6 +175,8 @@ class CodeReads:
             value = namespace.get(name, MISSING)
             if value is MISSING or (id(namespace), name) in self.places:
                 continue
+            if name == "__builtins__":
+                continue  # what every module reads, and no script changes
             if isinstance(value, types.ModuleType):
                 if _top(value.__name__) not in _FOLLOWED_NOT and value is not builtins:
                     self.places[id(namespace), name] = (namespace, name)

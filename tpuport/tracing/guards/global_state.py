@@ -349,11 +349,7 @@ class _Restorable:
     def restore(self) -> None:
         """Restore the values."""
         for container, before in self._containers:
-            if isinstance(container, list):
-                container[:] = before
-                continue
-            container.clear()
-            container.extend(before) if isinstance(container, deque) else container.update(before)
+            _put_back(container, before)
         for cls, name, value in self._attributes:
             if vars(cls).get(name, MISSING) is not value:
                 setattr(cls, name, value)
@@ -365,6 +361,22 @@ class _Restorable:
         for cell, value in self._cells:
             if content(cell) is not value:
                 cell.cell_contents = value
+
+
+def _put_back(container: Any, before: Any) -> None:
+    """Restore a container. One whose content is the same is left alone, as code may run in it."""
+    if isinstance(container, list):
+        container[:] = before
+    elif not isinstance(container, dict):
+        container.clear()
+        container.extend(before) if isinstance(container, deque) else container.update(before)
+    elif [*map(id, container)] == [*map(id, before)]:
+        for key, value in before.items():
+            if container[key] is not value:
+                container[key] = value
+    else:
+        container.clear()
+        container.update(before)
 
 
 def _holds_tensor_of_a_call(value: Any) -> bool:
