@@ -343,6 +343,18 @@ SPECIAL = [
         call(f(3, 1), f(4)), call(b(8), b(8, seed=2)), call(i(4), i(4, seed=2)), bf16=8e-3,
     ),
     case(
+        aten.i0.default, call(t(0.0, -0.0, 1e-30, -3.0, 8.0)), call(turned(f(3, 4))), call(i(4)),
+        call(f(0)),
+    ),
+    case(
+        aten.angle.default, call(t(-2.0, -0.0, 0.0, 3.0, NAN)), call(i(4)), call(turned(f(3, 4))),
+        call(torch.complex(t(1.0, 0.0, -2.0, 0.0), t(0.5, 0.0, -0.0, -1.0))),
+    ),
+    case(
+        aten.nextafter.default, call(f(3, 1), f(4)),
+        call(t(0.0, 1.0, -1.0, NAN), t(1.0, 1.0, 5.0, 0.0)),
+    ),
+    case(
         aten.polygamma.default, call(1, mask(4) | True), call(1, _NEGATIVE), call(2, _NEGATIVE),
         call(3, t(0.5, 2.5, 7.0)), call(0, _NEGATIVE), call(1, b(16).abs()), call(1, f(0)),
         call(2, i(3, low=1)), rtol=1e-4,

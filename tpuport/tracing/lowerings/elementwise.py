@@ -411,6 +411,14 @@ def _copysign(x: jax.Array, y: Any) -> jax.Array:
     return value_and_gradient(value, x * lax.stop_gradient(ratio))
 
 
+@lowering(aten.nextafter.default, reason="jax has no gradient of it")
+def _nextafter(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the number after `x` towards `y`, with the gradient of `x` where they differ."""
+    x, y = jnp.broadcast_arrays(x, y)
+    value = jnp.nextafter(lax.stop_gradient(x), lax.stop_gradient(y))
+    return value_and_gradient(value, jnp.where(x == y, y * 0, x))
+
+
 @lowering(aten.abs.default, reason="jnp.abs has gradient 1 at zero, torch 0")
 def _abs(x: jax.Array) -> jax.Array:
     return absolute(x)

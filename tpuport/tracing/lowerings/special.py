@@ -34,6 +34,30 @@ def _lgamma_jvp(primals: Any, tangents: Any) -> Any:
     return _lgamma_of(primals[0]), tangents[0] * _digamma_of(primals[0])
 
 
+@jax.custom_jvp
+def _i0_of(x: jax.Array) -> jax.Array:
+    return jss.i0(x)
+
+
+@_i0_of.defjvp
+def _i0_jvp(primals: Any, tangents: Any) -> Any:
+    return _i0_of(primals[0]), tangents[0] * jss.i1(primals[0])
+
+
+@lowering(aten.i0.default, reason="torchax's gradient at zero is 1")
+def _i0(x: jax.Array) -> jax.Array:
+    return _i0_of(wide(x))
+
+
+@lowering(aten.angle.default)
+def _angle(x: jax.Array) -> jax.Array:
+    """Return the argument of complex numbers; of real ones 0, pi or nan, without a gradient."""
+    if jnp.iscomplexobj(x):
+        return _atan2(x.imag, x.real)
+    x = lax.stop_gradient(wide(x))
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, math.pi, 0).astype(x.dtype))
+
+
 @lowering(aten.sinc.default, reason="torchax's gradient at zero is nan")
 def _sinc(x: jax.Array) -> jax.Array:
     x = wide(x)
