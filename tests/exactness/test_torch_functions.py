@@ -13,7 +13,7 @@ from torch import nn
 
 import tpuport
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import PortError
+from tpuport.foundation.errors import PortError, UsageError
 
 KNOWN = torch.tensor([True, False, True, True, False, True])
 
@@ -24,6 +24,7 @@ def uses_distinct(x: torch.Tensor) -> Any:
     return (values * counts).sum(), values[inverse], total, values
 
 
+OPTIONS = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
 READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "unique": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
     "what unique gives is used": uses_distinct,
@@ -35,6 +36,9 @@ READERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "masked_select by a known mask": lambda x: torch.masked_select(x, KNOWN),
     "masked_scatter to more dims": lambda x: x[:1].masked_scatter(x.reshape(2, 3) > 1, x),
     "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x * 0, x.abs() + 1),
+    "linear_cross_entropy in chunks": lambda x: F.linear_cross_entropy(
+        x.reshape(3, 2), x.reshape(3, 2), torch.tensor([0, 2, 1]), options=OPTIONS
+    ),
     "repeats": lambda x: x[:2].repeat_interleave((x[:2] > 0).long() + 1, output_size=4),
 }
 CALLS = (torch.tensor([3.0, 1, 2, 1, 3, 3]), torch.tensor([5.0, 5, 5, 2, 2, 9]))
@@ -107,6 +111,12 @@ def test_integers_from_jax_count_as_int64(name: str):
     if name in ("take", "take_along_dim", "max_unpool1d"):
         with pytest.raises(RuntimeError, match=r"(?i)long|int64"):
             port(torch.from_numpy(x), torch.from_numpy(i).int())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_dtype_that_jax_lacks():
+    with pytest.raises(UsageError, match="JAX has no complex32: compute in another dtype"):
+        tpuport.convert(lambda x: x.chalf())(torch.ones(3))
 
 
 def test_a_constant_of_64_bits_is_refused():
