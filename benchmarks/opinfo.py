@@ -50,7 +50,7 @@ class Finding:
 
     Attributes:
         kind: one of `KINDS`.
-        reason: the code of a refusal, what differs, or why nothing was compared.
+        reason: what a refusal says, what differs, or why nothing was compared.
         sample: the sample's number.
     """
 
@@ -65,6 +65,7 @@ class Outcome:
 
     name: str
     findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
 
     @property
     def kind(self) -> str:
@@ -159,7 +160,7 @@ class _Sample:
         except ParityError as error:
             return Finding("parity error", str(error)[:60], self.index)
         except TpuportError as error:
-            return Finding("refused", getattr(error, "code", "") or str(error)[:60], self.index)
+            return Finding("refused", _refusal(error), self.index)
         except _Different as error:
             return Finding(error.kind, str(error), self.index)
         except Exception as error:
@@ -247,6 +248,12 @@ class _Sample:
         return [backend.to_torch(g) for g in jax.jit(jax.grad(loss))(arrays)]
 
 
+def _refusal(error: TpuportError) -> str:
+    """Return the code and the message of a refusal, without its place."""
+    message = getattr(error, "message", str(error)).splitlines()[0]
+    return f"{getattr(error, 'code', None) or ''} {message[:120]}".strip()
+
+
 def _wants(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.requires_grad
 
@@ -303,10 +310,6 @@ def _same(kind: str, expected: list[Any], got: list[Any], exact: list[Any]) -> N
         _near(kind, want.detach(), have.detach(), best.detach())
 
 
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.layout is torch.strided else tensor.to_dense()
-
-
 def _near(kind: str, want: torch.Tensor, have: torch.Tensor, best: torch.Tensor) -> None:
     want, have, best = (
         t.to_dense() if t.layout is not torch.strided else t for t in (want, have, best)
@@ -341,21 +344,29 @@ def page(outcomes: list[Outcome], most: int | None) -> str:
     """Write the page."""
     counts = Counter(outcome.kind for outcome in outcomes)
     total = sum(len(outcome.findings) for outcome in outcomes)
+    fine = sum(counts[kind] for kind in ("passes", "refused"))
+    asked = "" if most is None else f" --most {most}"
     lines = [
         "# PyTorch's own operator tests",
         "",
-        "Written by `python -m benchmarks.opinfo`. Each entry of PyTorch's database of operators"
-        f" (torch {torch.__version__.partition('+')[0]}, `torch.testing._internal`) runs through"
-        " `convert` with"
-        + (" all of its samples" if most is None else f" up to {most} of its samples")
-        + f" ({total:,}), values and gradients. A port may be {FACTOR:.0f} times as far from"
-        " float64 as eager float32 is.",
+        f"Written by `python -m benchmarks.opinfo{asked}`. Each entry of PyTorch's database of",
+        f"operators (torch {torch.__version__.partition('+')[0]}, `torch.testing._internal`) runs"
+        " through `convert` with",
+        ("all of its samples" if most is None else f"up to {most} of its samples, spread over all")
+        + f" ({total:,}), values and gradients. A port may be {FACTOR:.0f}",
+        "times as far from float64 as eager float32 is. It took"
+        f" {sum(outcome.seconds for outcome in outcomes) / 60:.0f} minutes.",
+        "",
+        f"Of {len(outcomes)} entries {fine} pass or are refused with a reason.",
         "",
         "| outcome | entries |",
         "|---|---|",
-        *(f"| {kind} | {count} |" for kind, count in counts.most_common()),
+        *(f"| {kind} | {counts[kind]} |" for kind in KINDS[::-1] if counts[kind]),
         "",
-        "An entry counts by its worst sample: of one that is refused, others may pass.",
+        "An entry counts by its worst sample: of one that is refused, others may pass. Of an entry"
+        " that was not run",
+        "there is nothing to compare: eager PyTorch on the CPU refuses all of its samples, or has"
+        " no dtype for them.",
         "",
         "| entry | outcome | samples | reasons |",
         "|---|---|---|---|",
@@ -383,7 +394,8 @@ def finished(path: Path | None, most: int | None) -> dict[str, Outcome]:
             continue  # the run ended while it wrote this line: the entry runs again
         if record["most"] == most:
             findings = [Finding(**finding) for finding in record["findings"]]
-            found[record["name"]] = Outcome(record["name"], findings)
+            seconds = record.get("seconds", 0.0)
+            found[record["name"]] = Outcome(record["name"], findings, seconds)
     return found
 
 
@@ -413,12 +425,13 @@ def main() -> None:
             continue
         began = time.perf_counter()
         outcome = run(entry, options.most)
+        outcome.seconds = time.perf_counter() - began
         outcomes.append(outcome)
         if options.resume is not None:
             with options.resume.open("a") as lines:
                 lines.write(record(outcome, options.most))
-        spent = time.perf_counter() - began
-        print(f"[{number}/{len(entries)}] {name} {spent:.1f} s", file=sys.stderr, flush=True)
+        progress = f"[{number}/{len(entries)}] {name} {outcome.seconds:.1f} s"
+        print(progress, file=sys.stderr, flush=True)
         if outcome.kind != "passes":
             bad = next(f for f in outcome.findings if f.kind == outcome.kind)
             print(f"{outcome.name}: {bad.kind} in sample {bad.sample}: {bad.reason}", flush=True)

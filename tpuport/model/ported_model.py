@@ -133,6 +133,17 @@ class PortedModel(PortedState):
         *,
         sampler: Sampler | None = None,
     ) -> Any:
+        try:
+            return self._called(method, args, kwargs, sampler)
+        except (RuntimeError, IndexError) as error:
+            found = arguments.long_integers((args, kwargs), error)
+            if found is None:
+                raise
+        return self._called(method, *found, sampler)
+
+    def _called(
+        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], sampler: Sampler | None
+    ) -> Any:
         verifier = self._verifier
         if verifier is not None:
             if verifier.always or self._path_of(method, args, kwargs) not in verifier.done:
@@ -342,7 +353,15 @@ class PortedModel(PortedState):
         given = (params, buffers, rng, *args)
         traced = any(isinstance(v, jax.core.Tracer) for v in jax.tree.leaves((given, kwargs)))
         checks = self._options.checks and not traced
-        code, found, result = self._applied(given, kwargs | {"method": method}, checks=checks)
+        named = kwargs | {"method": method}
+        try:
+            code, found, result = self._applied(given, named, checks=checks)
+        except (RuntimeError, IndexError) as error:
+            longer = arguments.long_integers((args, kwargs), error)
+            if longer is None:
+                raise
+            given, named = (params, buffers, rng, *longer[0]), longer[1] | {"method": method}
+            code, found, result = self._applied(given, named, checks=checks)
         if not isinstance(code, jax.core.Tracer):
             raise_failed(found, code)
         return result

@@ -189,7 +189,7 @@ POWERS = [
         call(2, t(0, 3, 30)),
     ),
     case(
-        aten.rsqrt.default, call(mask(4)), call(POSITIVE), call(t(0.0, INF, 4.0)),
+        aten.rsqrt.default, call(mask(4)), call(POSITIVE), call(t(0.0, -0.0, INF, 4.0)),
         call(b(64).abs()), call(i(3, low=1)), call(f(0)),
     ),
 ]  # fmt: skip
@@ -275,7 +275,8 @@ ACTIVATIONS = [
         call(b(4, 64), -1), call(b(3, 4), 0, torch.float32), call(f(), 0),
     ),
     case(
-        aten.logit.default, call(t(0.0, 0.1, 0.5, 0.9, 1.0), 0.1), call(t(0.0, 0.1, 0.5, 0.9, 1.0)),
+        aten.logit.default, call(t(0.0, 0.1, 0.5, 0.9, 1.0), 0.1),
+        call(t(0.0, 0.1, 0.9, 1.0, -0.5, 1.5)),
         call(torch.sigmoid(b(64))), call(torch.sigmoid(turned(f(3, 4)))), call(f(0)), bf16=2e-2,
     ),
 ]  # fmt: skip
@@ -341,6 +342,26 @@ SPECIAL = [
     case(
         aten.atan2.default, call(KINKS, KINKS.flip(0)), call(t(0.0, 0.0), t(1.0, -1.0)),
         call(f(3, 1), f(4)), call(b(8), b(8, seed=2)), call(i(4), i(4, seed=2)), bf16=8e-3,
+    ),
+    case(
+        aten.hypot.default, call(t(0.0, 3.0, -0.0), t(0.0, 4.0, 1.0)), call(f(3, 1), f(4)),
+        call(b(8), b(8, seed=2)), bf16=8e-3,
+    ),
+    case(
+        aten.special_entr.default, call(t(0.0, 1.0, 0.3, -1.0, NAN)), call(turned(f(3, 4)).abs()),
+        call(i(4)), call(b(8).abs()), bf16=8e-3,
+    ),
+    case(
+        aten.i0.default, call(t(0.0, -0.0, 1e-30, -3.0, 8.0)), call(turned(f(3, 4))), call(i(4)),
+        call(f(0)),
+    ),
+    case(
+        aten.angle.default, call(t(-2.0, -0.0, 0.0, 3.0, NAN)), call(i(4)), call(turned(f(3, 4))),
+        call(torch.complex(t(1.0, 0.0, -2.0, 0.0), t(0.5, 0.0, -0.0, -1.0))),
+    ),
+    case(
+        aten.nextafter.default, call(f(3, 1), f(4)),
+        call(t(0.0, 1.0, -1.0, NAN), t(1.0, 1.0, 5.0, 0.0)),
     ),
     case(
         aten.polygamma.default, call(1, mask(4) | True), call(1, _NEGATIVE), call(2, _NEGATIVE),

@@ -99,6 +99,11 @@ WRITING = [
         call(turned(TABLE), -1, t(2), f()), call(i(5), 0, ROWS, torch.tensor(2)),
     ),
     case(
+        aten.as_strided_scatter.default, call(f(3, 3), f(2, 2), [2, 2], [3, 1], 1),
+        call(f(3, 3), f(2, 2), [2, 2], [1, 1], 0), call(f(1), f(), [], [], 0),
+        call(i(4), i(2), [2], [2]),
+    ),
+    case(
         aten.put.default, call(f(3, 4), t(0, 5, 5), f(3), True),
         call(turned(f(3, 4)), t(1, -1), f(2)), call(mask(6), t(1, 1), mask(2), True),
         call(i(6), t(1, 1, 2), i(3), True), call(f(3), NONE, f(0)), call(b(6), t(5), b(1)),

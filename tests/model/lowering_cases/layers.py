@@ -60,6 +60,14 @@ NORMALIZATION = [
         run=_batch_norm(aten._native_batch_norm_legit.default), outputs=1,
     ),
     case(
+        aten.native_batch_norm.default, call(X, SCALE, SHIFT, None, None, True, 0.1, 1e-5),
+    ),
+    case(
+        aten._batch_norm_with_update.default, call(X, SCALE, SHIFT, MEAN, VARIANCE, 0.1, 1e-5),
+        call(f(5, 4), SCALE, None, MEAN, VARIANCE, 0.3, 1e-5),
+        run=_batch_norm(aten._batch_norm_with_update.default), outputs=1,
+    ),
+    case(
         aten._native_batch_norm_legit.no_stats, call(X, SCALE, SHIFT, True, 0.1, 1e-5),
         call(turned(X), None, None, True, 0.1, 1e-5),
         run=lambda *a: aten._native_batch_norm_legit.no_stats(*a)[0],
@@ -68,7 +76,7 @@ NORMALIZATION = [
         aten.native_layer_norm.default, call(b(4, 64) + 4, [64], b(64), b(64, seed=2), 1e-5),
         call(f(3, 4, 5), [4, 5], f(4, 5), f(4, 5, seed=2), 1e-5),
         call(turned(f(3, 4)), [4], None, f(4), 1e-5), call(f(3, 4), [4], f(4), None, 1e-5),
-        call(f(0, 4), [4], None, None, 1e-5), run=_wide_statistics, outputs=1, bf16=8e-3,
+        call(f(0, 4), [4], None, None, 1e-5), run=_wide_statistics, bf16=8e-3,
     ),
     case(
         aten.native_layer_norm_backward.default,
@@ -131,6 +139,7 @@ LOSSES = [
         aten.multi_margin_loss.default,
         *(call(_TIES, t(0, 1, 2), 1, 1.0, w, how) for w in _WEIGHTS for how in (0, 1, 2)),
         call(f(4, 3), t(0, 2, 1, 1), 2, 0.5), call(f(3), torch.tensor(1)),
+        call(f(), torch.tensor(0)),
         run=lambda x, y, p=1, m=1.0, w=None, how=1: aten.multi_margin_loss.default(
             x, y, p, m, None if w is None else w.detach(), how
         ),
@@ -139,6 +148,7 @@ LOSSES = [
         aten.multilabel_margin_loss_forward.default,
         *(call(x, _LABELS, how) for x in (_TIES, f(3, 3)) for how in (0, 1, 2)),
         call(f(3), t(1, 0, -1), 1), call(f(3), t(-1, 1, 2), 1), call(f(3), t(0, 1, 2), 1),
+        call(f(), torch.tensor(0), 1),
         outputs=1,
     ),
     case(

@@ -232,8 +232,9 @@ FACTORIZATIONS = [
         grad=False,
     ),
     case(aten.linalg_householder_product.default, call(f(0, 3, 2), f(0, 2)), call(_GEQRF, _TAU)),
+    case(aten.geqrf.default, call(f(2, 5, 3)), call(turned(f(3, 4))), call(f(0, 3)), grad=False),
     case(
-        aten.ormqr.default, call(_GEQRF, _TAU, f(2, 5, 2)),
+        aten.ormqr.default, call(f(3, 5), f(3), f(3, 2)), call(_GEQRF, _TAU, f(2, 5, 2)),
         call(_GEQRF, _TAU, f(2, 5, 2), True, True), call(_GEQRF, _TAU, f(2, 2, 5), False),
     ),
     case(
@@ -260,7 +261,8 @@ FACTORIZATIONS = [
     case(aten.linalg_matrix_exp.default, call(f(0, 3, 3)), call(f(2, 3, 3)), call(turned(f(3, 3)))),
     case(
         aten.linalg_pinv.atol_rtol_tensor, call(f(2, 3, 5), rtol=0.1), call(f(5, 3)),
-        call(_SPD, hermitian=True), call(f(0, 3, 2)), call(torch.diag(t(3.0, 2.0, 0.0)), atol=0.5),
+        call(_SPD, hermitian=True), call(f(3, 3), hermitian=True), call(f(0, 3, 2)),
+        call(torch.diag(t(3.0, 2.0, 0.0)), atol=0.5),
         run=_pinv, rtol=1e-4,
     ),
     case(

@@ -1,6 +1,7 @@
 """Reductions, running reductions, sorting and searching."""
 
 import math
+from typing import Any
 
 import torch
 
@@ -239,4 +240,57 @@ SEARCHING = [
     ),
 ]  # fmt: skip
 
-CASES = [*SUMS, *MOMENTS, *EXTREMES, *COUNTS, *SORTING, *SEARCHING]
+_MIXED, _SHARES = t(3.0, 1.0, 2.0, 1.0, 3.0, 3.0, -4.0, 9.0), f(8, seed=2).abs()
+_SEGMENTS = f(5, 3)
+_LENGTHS, _OFFSETS = t(2, 0, 3), t(0, 2, 2, 5)
+
+
+def _segments(data: Any, how: str, lengths: Any, offsets: Any, axis: int, initial: Any) -> Any:
+    return aten.segment_reduce.default(
+        data, how, lengths=lengths, offsets=offsets, axis=axis, initial=initial
+    )
+
+
+HISTOGRAMS = [
+    case(
+        aten.histogram.bin_ct, call(_MIXED, 4), call(_MIXED.reshape(2, 4), 3, range=[0.0, 3.0]),
+        call(_MIXED, 4, weight=_SHARES, density=True), call(torch.ones(3), 2), call(f(0), 2),
+        grad=False,
+    ),
+    case(
+        aten.histogram.bins_tensor, call(_MIXED, t(0.0, 1.0, 2.5, 3.0)),
+        call(_MIXED, t(0.0, 1.0, 9.0), weight=_SHARES, density=True), grad=False,
+    ),
+    case(
+        aten._histogramdd_bin_edges.default, call(_MIXED.reshape(4, 2), [2, 3]), grad=False,
+    ),
+    case(
+        aten._histogramdd_from_bin_cts.default, call(_MIXED.reshape(4, 2), [2, 3]),
+        call(_MIXED.reshape(4, 2), [2, 3], range=[0.0, 3.0, 0.0, 3.0], density=True), grad=False,
+    ),
+    case(
+        aten._histogramdd_from_bin_tensors.default,
+        call(_MIXED.reshape(4, 2), [t(0.0, 2.0, 3.0), t(0.0, 1.0, 5.0)], weight=_SHARES[:4]),
+        grad=False,
+    ),
+    case(
+        aten.nonzero_static.default, call(TIES, size=3), call(t(0, 1, 0, 2), size=5),
+        call(t(0, 1, 0, 2), size=3, fill_value=7), call(f(), size=2), grad=False,
+    ),
+    case(
+        aten.repeat_interleave.Tensor, call(t(1, 0, 3), output_size=4), call(t(0), output_size=0),
+        grad=False,
+    ),
+    case(
+        aten.segment_reduce.default,
+        *(
+            call(_SEGMENTS, how, _LENGTHS, None, 0, initial)
+            for how in ("sum", "mean", "max", "min", "prod") for initial in (None, 2.0)
+        ),
+        call(f(2, 5), "sum", torch.stack([_LENGTHS, t(1, 1, 3)]), None, 1, None),
+        call(t(1.0, 2.0, 0.5), "max", None, t(0, 3), 0, None),
+        call(_SEGMENTS, "mean", None, _OFFSETS, 0, None), run=_segments,
+    ),
+]  # fmt: skip
+
+CASES = [*HISTOGRAMS, *SUMS, *MOMENTS, *EXTREMES, *COUNTS, *SORTING, *SEARCHING]

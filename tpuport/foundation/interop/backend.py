@@ -39,6 +39,8 @@ from torchax.ops import jaten, ops_registry  # noqa: E402
 from torchax.ops import mappings as _mappings  # noqa: E402
 from torchax.tensor import Tensor as TorchaxTensor  # noqa: E402  (others take it from here)
 
+from tpuport.foundation.errors import UsageError  # noqa: E402
+
 TORCHAX_OPS: dict[Any, Any] = ops_registry.all_aten_ops
 torchax_lowerings = jaten
 
@@ -68,8 +70,15 @@ def jax_dtype(dtype: torch.dtype) -> np.dtype:
     """Return the jax dtype that holds a torch dtype.
 
     64-bit types are held in 32 bits unless jax_enable_x64 is on.
+
+    Raises:
+        UsageError: there is none.
     """
-    return jax.dtypes.canonicalize_dtype(_mappings.t2j_dtype(dtype))
+    try:
+        return jax.dtypes.canonicalize_dtype(_mappings.t2j_dtype(dtype))
+    except RuntimeError as error:
+        msg = f"JAX has no {str(dtype).removeprefix('torch.')}: compute in another dtype"
+        raise UsageError(msg) from error
 
 
 def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:

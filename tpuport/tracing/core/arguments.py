@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import torch
 
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import PortError, UsageError
+from tpuport.foundation.errors import PortError, TpuportError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.tensor import TracedTensor, flow_seen, meta_of, wrap
@@ -58,6 +59,34 @@ def meta_argument(leaf: Any, path: str) -> torch.Tensor:
         return torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
     msg = f"{path} is a {type(leaf).__name__}: expected a tensor or array"
     raise UsageError(msg)
+
+
+def long_integers(value: Any, error: Exception) -> Any:
+    """Return call arguments with the int32 arrays of JAX as int64 tensors.
+
+    JAX has no int64 by default, so where torch wants int64 these are what the caller could give.
+
+    Args:
+        value: the arguments.
+        error: what torch raised for them.
+
+    Returns:
+        None if there are no such arrays, or that is not what the error says.
+    """
+    leaves, spec, _ = flatten_call(value)
+    if isinstance(error, TpuportError) or _WANTS_INT64.search(str(error)) is None:
+        return None
+    narrow = [isinstance(leaf, jax.Array) and leaf.dtype == jnp.int32 for leaf in leaves]
+    if not any(narrow):
+        return None
+    made = [
+        wrap(leaf, torch.int64) if is_narrow else leaf
+        for leaf, is_narrow in zip(leaves, narrow, strict=True)
+    ]
+    return pytree.unflatten(spec, made)
+
+
+_WANTS_INT64 = re.compile(r"[Ll]ong\b|LongTensor|int64")
 
 
 def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], list[Any]]:

@@ -384,8 +384,7 @@ class Trace:
         else:
             value = self.options.hoist(tensor) if self.options.hoist is not None else None
         if value is None:
-            with jax.ensure_compile_time_eval():
-                value = backend.to_jax(tensor)
+            value = _constant(tensor)
         self.constants[id(tensor)] = HostConstant(tensor, value, counted)
         return value
 
@@ -444,6 +443,19 @@ class Trace:
         offset: Any = tensor.storage_offset()
         step = strided_step(found[1].held.size, tensor.size(), tensor.stride(), offset)
         return TracedTensor(found[1], (step,), tensor, None)
+
+
+def _constant(tensor: torch.Tensor) -> jax.Array:
+    try:
+        with jax.ensure_compile_time_eval():
+            return backend.to_jax(tensor)
+    except OverflowError as error:
+        raise port_error(
+            f"a constant of the program holds {error}",
+            code="TPU106",
+            remedy="jax.config.update('jax_enable_x64', True), or smaller numbers",
+            cause=error,
+        ) from error
 
 
 @dataclass

@@ -68,11 +68,12 @@ def _run(trace: Trace | None, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 _SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter", "bincount"}
+_SELECTIONS |= {"_unique2", "unique_consecutive"}
 
 
 def _selects(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an op selects or counts by traced values."""
-    if func._opname in ("nonzero", "bincount", "masked_select"):
+    if func._opname in ("nonzero", "bincount", "masked_select", "_unique2", "unique_consecutive"):
         return True
     masks = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return any(traced_mask(m) for m in masks)

@@ -10,6 +10,7 @@ from tpuport.tracing.dynamic_shapes import (  # noqa: F401 - they register thems
     reductions,
     scattering,
     selection,
+    uniques,
     views,
 )
 from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse

@@ -137,7 +137,7 @@ def masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     target, mask, source = args
     if extents_of(target) or extents_of(mask):
         raise refuse(func)
-    mask = mask.expand(target.shape)
+    target, mask = torch.broadcast_tensors(target, mask)
     count = true_count(mask)
     given = extents_of(source)
     if given and set(given) != {0}:

@@ -98,6 +98,8 @@ def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def masked_select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the elements of `x` where `mask` holds, both broadcast against each other."""
     source, mask = torch.broadcast_tensors(args[0], args[1])
+    if not mask.dim():
+        source, mask = source.reshape(1), mask.reshape(1)
     return index(aten.index.Tensor, (source, [mask]), {})
 
 

@@ -89,6 +89,14 @@ def _cov(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return ((centred * share) @ centred.mT.conj() / norm.clamp(min=0)).squeeze()
 
 
+@function(torch.nn.functional.linear_cross_entropy)
+def _linear_cross_entropy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """Compute the loss whole: how it is cut into chunks is XLA's business."""
+    if kwargs.get("options") is None or not holds_traced(trace, [*args, *kwargs.values()]):
+        return NotImplemented
+    return func(*args, **kwargs | {"options": None})
+
+
 @function(torch.nn.functional.one_hot)
 def _one_hot(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if holds_traced(trace, [*args, *kwargs.values()]):

@@ -147,8 +147,14 @@ def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
 
 @special(aten._local_scalar_dense.default)
 def scalar_of(x: torch.Tensor) -> Any:
-    """Return a Python number that C++ asks for (a Scalar argument given as a tensor, an index)."""
-    kind = bool if x.dtype is torch.bool else float if x.dtype.is_floating_point else int
+    """Return a Python number that C++ asks for (a Scalar argument given as a tensor, an index).
+
+    A truth value is decided as `if` decides it, because torch's own functions run where no mode
+    sees their conditions.
+    """
+    if x.dtype is torch.bool:
+        return decide(value_of(x).reshape(()))
+    kind = float if x.dtype.is_floating_point else int
     if x.dtype.is_complex:
         kind = complex
     return concrete_number(value_of(x).reshape(()), kind)

@@ -316,8 +316,9 @@ def _logit(x: jax.Array, eps: float | None = None) -> jax.Array:
     x = wide(x)
     if eps is not None:
         x = _clamp(x, eps, 1.0 - eps)
-    # The quotient's gradient at 1 would be nan; torch's is infinite.
-    return value_and_gradient(jnp.log(x / (1.0 - x)), jnp.log(x) - jnp.log1p(-x))
+    # The quotient's gradient at 1 would be nan; torch's is infinite, and nan outside of [0, 1].
+    slope = jnp.where((x >= 0) & (x <= 1), 1, jnp.nan)
+    return value_and_gradient(jnp.log(x / (1.0 - x)), (jnp.log(x) - jnp.log1p(-x)) * slope)
 
 
 @lowering(aten.log2.default, reason=_ROUNDS)
@@ -340,7 +341,18 @@ def _safe_softmax(x: jax.Array, dim: int, dtype: torch.dtype | None = None) -> j
 
 @lowering(aten.rsqrt.default, reason="torchax refuses bool")
 def _rsqrt(x: jax.Array) -> jax.Array:
-    return lax.rsqrt(wide(x))
+    return _rsqrt_of(wide(x))
+
+
+@jax.custom_jvp
+def _rsqrt_of(x: jax.Array) -> jax.Array:
+    return lax.rsqrt(x)
+
+
+@_rsqrt_of.defjvp
+def _rsqrt_jvp(primals: Any, tangents: Any) -> Any:
+    value = _rsqrt_of(primals[0])
+    return value, tangents[0] * (-0.5 * value**3)
 
 
 @lowering(aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other, reason=_AT_ZERO)
@@ -409,6 +421,14 @@ def _copysign(x: jax.Array, y: Any) -> jax.Array:
     value = jnp.copysign(x, y)
     ratio = jnp.where(x == 0, 0, value / jnp.where(x == 0, 1, x))
     return value_and_gradient(value, x * lax.stop_gradient(ratio))
+
+
+@lowering(aten.nextafter.default, reason="jax has no gradient of it")
+def _nextafter(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the number after `x` towards `y`, with the gradient of `x` where they differ."""
+    x, y = jnp.broadcast_arrays(x, y)
+    value = jnp.nextafter(lax.stop_gradient(x), lax.stop_gradient(y))
+    return value_and_gradient(value, jnp.where(x == y, y * 0, x))
 
 
 @lowering(aten.abs.default, reason="jnp.abs has gradient 1 at zero, torch 0")

@@ -61,6 +61,20 @@ def _reflected(x: jax.Array, tau: jax.Array) -> jax.Array:
     return lax.scan(reflect, jnp.broadcast_to(eye, x.shape), steps, reverse=True)[0]
 
 
+@special(aten.geqrf.default)
+def geqrf(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the reflections that make `x` triangular: R and the vectors below it, and factors."""
+    value = lax.stop_gradient(value_of(x))
+    if value.size:
+        turned, factors = jnp.linalg.qr(value, mode="raw")
+        value = jnp.swapaxes(turned, -1, -2)
+    else:
+        factors = jnp.zeros((*value.shape[:-2], min(value.shape[-2:])), value.dtype)
+    metas = [torch.empty(v.shape, dtype=x.dtype, device="meta") for v in (value, factors)]
+    made = zip((value, factors), metas, strict=True)
+    return tuple(wrap_as(None, v, meta, current(), flow_of([x])) for v, meta in made)
+
+
 @lowering(aten.ormqr.default)
 def _ormqr(
     x: jax.Array, tau: jax.Array, other: jax.Array, left: bool = True, transpose: bool = False
@@ -69,6 +83,8 @@ def _ormqr(
     size = other.shape[-2] if left else other.shape[-1]
     if not other.size:
         return other
+    # Columns past the reflections or the rows take no part.
+    x = x[..., : min(size, tau.shape[-1])]
     padding = [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]
     scales = [(0, 0)] * (tau.ndim - 1) + [(0, size - tau.shape[-1])]
     q = _householder_product(jnp.pad(x, padding), jnp.pad(tau, scales))
@@ -171,10 +187,11 @@ def _pseudo_inverse_jvp(hermitian: bool, primals: Any, tangents: Any) -> Any:
     x, tolerances = primals
     moved = tangents[0]
     p = _pseudo_inverse(x, tolerances, hermitian)
-    inner = moved - x @ (p @ moved)
+    turned = _adjoint(moved)
     first = -p @ moved @ p
-    second = (p @ _adjoint(p)) @ _adjoint(inner)
-    third = _adjoint(moved) @ (_adjoint(p) @ p)
+    # x @ p is not symmetric if the matrix is not, which `hermitian` takes it for.
+    second = (p @ _adjoint(p)) @ (turned - (turned @ x) @ p)
+    third = turned @ (_adjoint(p) @ p)
     return p, first + second + (third - p @ (x @ third))
 
 

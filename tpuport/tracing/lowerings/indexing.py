@@ -4,12 +4,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 from jax import lax
 
+from tpuport.foundation.interop import backend
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
-from tpuport.tracing.core.values import flow_of, value_of, write
-from tpuport.tracing.lowerings._numeric import lowest
+from tpuport.tracing.core.tensor import meta_of
+from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
+from tpuport.tracing.core.view_steps import strided_step
+from tpuport.tracing.lowerings._numeric import lowest, value_and_gradient
 from tpuport.tracing.lowerings.basic import cast
 
 aten = torch.ops.aten
@@ -45,6 +51,40 @@ def _gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = Fal
     # Along the other dims torch reads only as far as the index goes.
     part = x[tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))]
     return jnp.take_along_axis(part, index, dim, mode="clip")
+
+
+@special(aten.as_strided_scatter.default)
+def as_strided_scatter(
+    x: torch.Tensor,
+    src: torch.Tensor,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int | None = None,
+) -> torch.Tensor:
+    """Return a copy of `x` with a strided window of its memory replaced.
+
+    Eager's gradient of `x` is that of the elements inside of the window, which were replaced, and
+    this has the same.
+
+    Raises:
+        PortError: `x` is not laid out in order.
+    """
+    start: Any = x.storage_offset()
+    if start or not x.is_contiguous():
+        raise port_error(
+            "as_strided_scatter into a tensor that is not contiguous in memory",
+            code="TPU203",
+            remedy="call .contiguous() first, or write to an ordinary slice of a clone",
+        )
+    value, given = value_of(x), cast(value_of(src), backend.jax_dtype(x.dtype))
+    window = np.arange(value.size)
+    window = torch.from_numpy(window).as_strided(size, stride, storage_offset or 0).numpy()
+    flat = value.reshape(-1)
+    inside = jnp.zeros(flat.shape, flat.dtype).at[window].set(1)
+    moved = (flat * inside).at[window].add(given)
+    step = strided_step(value.size, size, stride, storage_offset or 0)
+    made = value_and_gradient(lax.stop_gradient(step.inverse(flat, given)), moved)
+    return wrap_as(None, made.reshape(value.shape), meta_of(x), current(), flow_of([x, src]))
 
 
 @lowering(aten.take.default, reason="torchax fills with nan out of range")

@@ -45,6 +45,11 @@ def _cross_entropy_jvp(primals: Any, tangents: Any) -> Any:
     return _cross_entropy(x, target), dx * slope + dtarget * logs
 
 
+def _rows(x: jax.Array) -> jax.Array:
+    """Return [N, C] of [N, C], [C] or a single number."""
+    return x.reshape(-1, x.shape[-1] if x.ndim else 1)
+
+
 def _hinge(distance: jax.Array, p: int = 1) -> jax.Array:
     """Return the positive part; its gradient at 0 is 0."""
     positive = distance > 0
@@ -65,7 +70,7 @@ def _multi_margin_loss(
     reduction: int = _MEAN,
 ) -> jax.Array:
     """Return by how much classes of `x` [N, C] (or [C]) come near the target class."""
-    rows, places = wide(x).reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows, places = _rows(wide(x)), target.reshape(-1)
     own = jnp.take_along_axis(rows, places[:, None], 1, mode="clip")
     losses = _hinge(margin - own + rows, p)
     if weight is not None:
@@ -89,7 +94,7 @@ def _multilabel_margin_loss(
     Returns:
         The loss by `reduction`, and which classes are targets.
     """
-    rows, places = wide(x).reshape(-1, x.shape[-1]), target.reshape(-1, x.shape[-1])
+    rows, places = _rows(wide(x)), _rows(target)
     counted = jnp.cumprod((places >= 0).astype(jnp.int32), 1) > 0
     places = jnp.where(counted, places, 0)
     matches = (places[:, :, None] == jnp.arange(rows.shape[1])) & counted[:, :, None]

@@ -9,7 +9,7 @@ from tpuport.tracing.core.context import current
 from tpuport.tracing.core.lowering_registry import lowering, special
 from tpuport.tracing.core.tensor import Flow
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
-from tpuport.tracing.lowerings._numeric import wide
+from tpuport.tracing.lowerings._numeric import value_and_gradient, wide
 
 aten = torch.ops.aten
 
@@ -55,6 +55,8 @@ def native_batch_norm(
     flow = flow_of([t for t in (x, weight, bias) if t is not None])
     result = wrap_as(None, out, meta, current(), flow)
     kind = weight.dtype if weight is not None else x.dtype
+    # Eager gives these no gradient, whatever is computed from them.
+    mean, inverse = lax.stop_gradient((mean, inverse))
     saved = [mean, inverse] if training else [jnp.zeros((0,)), jnp.zeros((0,))]
     extra = [
         wrap_as(None, s, torch.empty(s.shape, dtype=kind, device="meta"), current()) for s in saved
@@ -70,6 +72,22 @@ def _move(running: torch.Tensor, new: jax.Array, momentum: float) -> None:
     new = jax.lax.stop_gradient(new)
     old = value_of(running)
     write(running, ((1 - momentum) * old + momentum * new).astype(old.dtype), flow=Flow.STOPPED)
+
+
+@special(aten._batch_norm_with_update.default)
+def batch_norm_with_update(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """Normalise by the batch's own statistics; the last result is memory of other backends."""
+    found = native_batch_norm(x, weight, bias, running_mean, running_var, True, momentum, eps)
+    meta = torch.empty(0, dtype=torch.uint8, device="meta")
+    return *found, wrap_as(None, jnp.zeros(0, jnp.uint8), meta, current())
 
 
 @special(aten._native_batch_norm_legit.no_stats)
@@ -108,7 +126,8 @@ def _native_layer_norm(
         out = out * wide(weight)
     if bias is not None:
         out = out + wide(bias)
-    return out, mean, inverse
+    # Eager gives the statistics no gradient.
+    return out, lax.stop_gradient(mean), lax.stop_gradient(inverse)
 
 
 @lowering(
@@ -128,7 +147,12 @@ def _native_layer_norm_backward(
     """Return the wanted gradients of the input, the weight and the bias, summed in float32."""
     del bias
     outer, axes = tuple(range(x.ndim - len(shape))), tuple(range(x.ndim - len(shape), x.ndim))
-    normal, given = (wide(x) - mean) * inverse, wide(grad)
+    # The statistics are values to the caller, and functions of `x` to a derivative of this.
+    wider, held = wide(x), lax.stop_gradient(inverse)
+    mean = value_and_gradient(lax.stop_gradient(mean), jnp.mean(wider, axes, keepdims=True))
+    variance = jnp.mean(jnp.square(wider - mean), axes, keepdims=True)
+    inverse = value_and_gradient(held, variance * (-0.5 * held**3))
+    normal, given = (wider - mean) * inverse, wide(grad)
     scaled = given if weight is None else given * wide(weight)
     along = normal * jnp.mean(scaled * normal, axes, keepdims=True)
     found = (

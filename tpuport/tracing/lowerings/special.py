@@ -34,6 +34,65 @@ def _lgamma_jvp(primals: Any, tangents: Any) -> Any:
     return _lgamma_of(primals[0]), tangents[0] * _digamma_of(primals[0])
 
 
+@lowering(aten.hypot.default, reason="torchax's gradient at the origin is 0.5, torch's nan")
+def _hypot(x: jax.Array, y: jax.Array) -> jax.Array:
+    return _hypot_of(wide(x), wide(y))
+
+
+@jax.custom_jvp
+def _hypot_of(x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.hypot(x, y)
+
+
+@_hypot_of.defjvp
+def _hypot_jvp(primals: Any, tangents: Any) -> Any:
+    value = _hypot_of(*primals)
+    return value, sum(d * (x / value) for x, d in zip(primals, tangents, strict=True))
+
+
+@jax.custom_jvp
+def _entr_of(x: jax.Array) -> jax.Array:
+    positive = x > 0
+    known = jnp.where(positive, x, 1)
+    value = jnp.where(positive, -known * jnp.log(known), jnp.where(x == 0, 0, -jnp.inf))
+    return jnp.where(jnp.isnan(x), x, value)
+
+
+@_entr_of.defjvp
+def _entr_jvp(primals: Any, tangents: Any) -> Any:
+    return _entr_of(primals[0]), tangents[0] * (-jnp.log(primals[0]) - 1)
+
+
+@lowering(aten.special_entr.default, reason="the decomposition's gradient at zero is nan")
+def _entr(x: jax.Array) -> jax.Array:
+    """Return -x log x; its slope is infinite at zero."""
+    return _entr_of(wide(x))
+
+
+@jax.custom_jvp
+def _i0_of(x: jax.Array) -> jax.Array:
+    return jss.i0(x)
+
+
+@_i0_of.defjvp
+def _i0_jvp(primals: Any, tangents: Any) -> Any:
+    return _i0_of(primals[0]), tangents[0] * jss.i1(primals[0])
+
+
+@lowering(aten.i0.default, reason="torchax's gradient at zero is 1")
+def _i0(x: jax.Array) -> jax.Array:
+    return _i0_of(wide(x))
+
+
+@lowering(aten.angle.default)
+def _angle(x: jax.Array) -> jax.Array:
+    """Return the argument of complex numbers; of real ones 0, pi or nan, without a gradient."""
+    if jnp.iscomplexobj(x):
+        return _atan2(x.imag, x.real)
+    x = lax.stop_gradient(wide(x))
+    return jnp.where(jnp.isnan(x), x, jnp.where(x < 0, math.pi, 0).astype(x.dtype))
+
+
 @lowering(aten.sinc.default, reason="torchax's gradient at zero is nan")
 def _sinc(x: jax.Array) -> jax.Array:
     x = wide(x)

@@ -1,0 +1,125 @@
+"""Functions of torch that read values, or draw until values fit, while a program has none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tpuport
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError, UsageError
+
+KNOWN = torch.tensor([True, False, True, True, False, True])
+
+
+def uses_distinct(x: torch.Tensor) -> Any:
+    values, inverse, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    total = torch.zeros(6).index_add(0, inverse, torch.ones(6))
+    return (values * counts).sum(), values[inverse], total, values
+
+
+OPTIONS = nn.LinearCrossEntropyOptions(batch_chunk_size=2)
+READERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "unique": lambda x: torch.unique(x, return_inverse=True, return_counts=True),
+    "what unique gives is used": uses_distinct,
+    "unique of integers": lambda x: torch.unique(x.long()[None], return_counts=True),
+    "unique of one": lambda x: torch.unique(x.max(), return_inverse=True),
+    "unique of nothing": lambda x: torch.unique(x[:0], return_counts=True),
+    "runs": lambda x: torch.unique_consecutive(x, return_inverse=True, return_counts=True),
+    "combinations": lambda x: torch.combinations(x, 2),
+    "masked_select by a known mask": lambda x: torch.masked_select(x, KNOWN),
+    "masked_scatter to more dims": lambda x: x[:1].masked_scatter(x.reshape(2, 3) > 1, x),
+    "gaussian_nll_loss": lambda x: F.gaussian_nll_loss(x, x * 0, x.abs() + 1),
+    "linear_cross_entropy in chunks": lambda x: F.linear_cross_entropy(
+        x.reshape(3, 2), x.reshape(3, 2), torch.tensor([0, 2, 1]), options=OPTIONS
+    ),
+    "repeats": lambda x: x[:2].repeat_interleave((x[:2] > 0).long() + 1, output_size=4),
+}
+CALLS = (torch.tensor([3.0, 1, 2, 1, 3, 3]), torch.tensor([5.0, 5, 5, 2, 2, 9]))
+
+
+def test_values_at_two_calls():
+    port = tpuport.convert(lambda x: [read(x) for read in READERS.values()])
+    for x in CALLS:
+        got = pytree.flatten(port(x))[0]
+        expected = pytree.flatten([read(x) for read in READERS.values()])[0]
+        assert len(got) == len(expected)
+        for want, have in zip(expected, got, strict=True):
+            torch.testing.assert_close(tpuport.to_torch(have), want)
+
+
+def test_the_check_of_gaussian_nll_loss_reaches_the_caller():
+    port = tpuport.convert(lambda x, v: F.gaussian_nll_loss(x, x * 0, v))
+    port(torch.ones(3), torch.ones(3))
+    with pytest.raises(ValueError, match="var has negative"):
+        port(torch.ones(3), -torch.ones(3))
+
+
+def test_repeats_without_a_size_name_it():
+    port = tpuport.convert(lambda x: x.repeat_interleave((x > 0).long()))
+    with pytest.raises(PortError, match="repeat_interleave depends on data") as caught:
+        port(torch.ones(3))
+    assert "output_size" in str(caught.value.remedy)
+    sized = tpuport.convert(lambda x: x.repeat_interleave((x > 0).long(), output_size=3))
+    sized(torch.ones(3))
+    with pytest.raises(RuntimeError, match="does not match required size"):
+        sized(torch.zeros(3))
+
+
+@pytest.mark.filterwarnings("ignore:mean is more than 2 std")
+def test_truncated_normal_numbers():
+    bounds = {"mean": 0.1, "std": 0.5, "a": -1.0, "b": 0.3}
+    port = tpuport.convert(lambda x: nn.init.trunc_normal_(torch.empty_like(x), **bounds))
+    first, second = (tpuport.to_torch(port(torch.zeros(4000))) for _ in range(2))
+    eager = nn.init.trunc_normal_(torch.empty(4000), **bounds)
+    assert not torch.equal(first, second)
+    assert first.min() >= -1
+    assert first.max() <= torch.tensor(0.3)
+    for share in (0.1, 0.25, 0.5, 0.75, 0.9):
+        assert abs(first.quantile(share) - eager.quantile(share)) < 0.06
+    far = tpuport.convert(lambda x: nn.init.trunc_normal_(torch.empty_like(x), a=6.0, b=7.0))
+    with pytest.raises(PortError, match="far out on one side of the mean"):
+        far(torch.zeros(3))
+
+
+INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
+    "take": lambda x, i: torch.take(x, i),
+    "take_along_dim": lambda x, i: torch.take_along_dim(x, i, 1),
+    "cross_entropy": lambda x, i: F.cross_entropy(x, i[:, 0]),
+    "one_hot": lambda x, i: F.one_hot(i, 3) * x[0],
+    "max_unpool1d": lambda x, i: F.max_unpool1d(x[None, :, :2], i[None], 2),
+}
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_integers_from_jax_count_as_int64(name: str):
+    x, i = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([[0, 2], [1, 0]])
+    expected = INTEGERS[name](torch.from_numpy(x), torch.from_numpy(i))
+    port = tpuport.convert(INTEGERS[name])
+    for _ in range(2):
+        torch.testing.assert_close(
+            tpuport.to_torch(port(jnp.asarray(x), jnp.asarray(i))), expected.to(torch.float32)
+        )
+    applied, _ = jax.jit(lambda x, i: port.apply({}, {}, None, x, i))(x, i.astype(np.int32))
+    np.testing.assert_allclose(np.asarray(applied), expected.numpy(), rtol=1e-6)
+    if name in ("take", "take_along_dim", "max_unpool1d"):
+        with pytest.raises(RuntimeError, match=r"(?i)long|int64"):
+            port(torch.from_numpy(x), torch.from_numpy(i).int())
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_dtype_that_jax_lacks():
+    with pytest.raises(UsageError, match="JAX has no complex32: compute in another dtype"):
+        tpuport.convert(lambda x: x.chalf())(torch.ones(3))
+
+
+def test_a_constant_of_64_bits_is_refused():
+    port = tpuport.convert(lambda x: x + torch.full((3,), 2**40))
+    with pytest.raises(PortError, match=r"a constant of the program holds an torch\.int64"):
+        port(torch.ones(3))
