@@ -119,11 +119,19 @@ def _suppressed(call: ast.expr) -> list[ast.expr]:
 
 
 def port_error(
-    message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
+    message: str,
+    *,
+    code: str | None = None,
+    remedy: str,
+    cause: BaseException | None = None,
+    at: str | None = None,
 ) -> PortError:
-    """Return a PortError at the user's line that is running now."""
+    """Return a PortError at the user's line that is running now, or at another (`file:line`)."""
     site = user_site()
     file, line = (site[0], site[1]) if site else (None, None)
+    if at is not None and ":" in at:
+        file, _, number = at.rpartition(":")
+        line = int(number)
     source = linecache.getline(file, line).strip() if file and line else None
     error = PortError(message, code=code, file=file, line=line, source_line=source, remedy=remedy)
     error.__cause__ = cause
