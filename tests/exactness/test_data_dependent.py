@@ -493,6 +493,24 @@ def test_refused_shapes_that_differ_by_branch():
         by_tpuport(program)(MIXED)
 
 
+class Recorded(nn.Module):
+    """Appends to a list by values, so each element doubles the number of paths."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for index, value in enumerate(x):
+            if value > 0:
+                found.append(index)
+        return x * len(found)
+
+
+def test_refused_paths_name_the_line_that_branches():
+    with pytest.raises(PortError, match=r"too many paths(.|\n)*if value > 0:") as refused:
+        tpuport.convert(nn.Sequential(Recorded()))(normal(14))
+    code = Recorded.forward.__code__
+    assert (refused.value.file, refused.value.line) == (__file__, code.co_firstlineno + 3)
+
+
 def cleared(x):
     """Rows and columns as sequences of traced scalars (transformers' UDOP does this)."""
     out = x.clone()

@@ -326,6 +326,18 @@ def _host_dtype_kept(x: torch.Tensor) -> Any:
     return count, flags, x * flags
 
 
+def _host_scalars(x: torch.Tensor) -> Any:
+    """A host tensor without dims is written to by a program, not while it is traced."""
+    made, scalar = torch.zeros(2, 2), torch.tensor(3.0)
+    number = x.sum().item()
+    made[0, 0] = x[0, 0]
+    made[0, 1].add_(number)
+    made[1, 0].fill_(number)
+    scalar.sub_(x[0, 1])
+    scalar.mul_(number)
+    return made, scalar, made.sum() * x
+
+
 HOST = [
     _host_scenario(name.removeprefix("_"), program)
     for name, program in list(globals().items())

@@ -4,12 +4,14 @@ The call is run once for each outcome of the traced value that it branches on, a
 the two results.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, merge
@@ -22,17 +24,15 @@ _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 @dataclass(eq=False)
 class Unit:
-    """A module call (or the ported function) being explored path by path.
-
-    `site` is the line of the branch that was met last.
-    """
+    """A module call (or the ported function) being explored path by path."""
 
     name: str
     path: tuple[bool, ...] = ()
     position: int = 0
     known: dict[tuple[bool, ...], bool] = field(default_factory=dict)
     runs: int = 0
-    site: str | None = None
+    # How often each line branched.
+    sites: Counter[str] = field(default_factory=Counter)
     # The branch that ended this run. The user's code may have caught it, by a bare `except` or by
     # a `finally` that returns or raises.
     undecided: UndecidedBranch | None = None
@@ -114,13 +114,7 @@ class Explorer:
         while True:
             unit.runs += 1
             if unit.runs > _MAX_RUNS or len(path) > _MAX_BRANCHES:
-                raise port_error(
-                    f"{unit.name} branches on traced values along too many paths (more than"
-                    f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs)",
-                    code="TPU101",
-                    place=unit.site,
-                    remedy="use torch.where for the choice, or make the condition a Python value",
-                )
+                raise _too_many_paths(unit)
             snapshot.restore()
             self.trace.draws = draws
             unit.path, unit.position = path, 0
@@ -143,7 +137,7 @@ class Explorer:
                 for storage, value, _ in effects.before.values():
                     storage.set(value)
             prefix = tuple(unit.path[: unit.position])
-            unit.site = pending.site
+            unit.sites[pending.site] += 1
             self.branches[pending.site] = f"both outcomes explored in {unit.name}"
             merged = merge(
                 self.trace,
@@ -179,3 +173,17 @@ class Explorer:
                 place=site,
                 remedy="move the `try` into that part, or choose by a condition with torch.where",
             )
+
+
+def _too_many_paths(unit: Unit) -> PortError:
+    """Return the error for a call with too many paths, at the line that branched most often."""
+    return port_error(
+        f"{unit.name} branches on traced values along too many paths (more than"
+        f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs), most often here",
+        code="TPU101",
+        remedy=(
+            "use torch.where for the choice, or make the condition a Python value; if you cannot edit"
+            " this line, an option of the library that takes a fixed number of steps avoids it"
+        ),
+        place=unit.sites.most_common(1)[0][0],
+    )

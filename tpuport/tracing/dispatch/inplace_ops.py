@@ -9,8 +9,8 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.int64 import INT32
 from tpuport.tracing.core.op_info import RENAMED, OpInfo
 from tpuport.tracing.core.redispatch import call
-from tpuport.tracing.core.tensor import Flow, TracedTensor
-from tpuport.tracing.core.values import flat, flow_of, held_of, write
+from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of
+from tpuport.tracing.core.values import flat, flow_of, held_of, map_tensors, write
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
@@ -28,7 +28,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     if is_out:
         kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
     else:
-        _check_write(func, args, kwargs)
+        _check_write(func, info, args, kwargs)
     for target in targets:
         if isinstance(target, torch.Tensor):
             _refuse_overlap(func, target)
@@ -92,11 +92,16 @@ def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
     write(target, held_of(new), flow=flow)
 
 
-def _check_write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_write(
+    func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Let torch refuse what it refuses in eager (shapes that do not broadcast, int += float)."""
     trace = current()
     if trace is not None and trace.dynamic and involved(args, kwargs):
         return
     if func._opname in ("index_put_", "masked_scatter_", "_index_put_impl_"):
         return  # the number of rows that a mask selects is not known
-    meta_infer.infer(func, args, kwargs)
+    # A 0-d host tensor stands for itself there, and this one must not be written to.
+    written = [place for place, _ in info.writes]
+    given = [map_tensors(meta_of, a) if i in written else a for i, a in enumerate(args)]
+    meta_infer.infer(func, tuple(given), kwargs)
