@@ -185,7 +185,9 @@ class _Run:
         if self.ported is None:
             ready = _ready(self.model, self.program)
             self.ported = tpuport.convert(ready, verify=self.program.verify)
-        if want.error is None and self.refused is None:
+        # Gradients at NaN are left out: a zero cotangent times NaN is NaN where there is one at all.
+        odd = call.kind in ("nan", "inf")
+        if want.error is None and self.refused is None and not odd:
             self._gradients(before, call)
         have = self._port(call)
 
@@ -282,7 +284,6 @@ class _Run:
             return
         except Exception as error:
             raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
-        have.values = {name: have.values[name] for name in want.values}
         self._same("gradient", want, have, again)
         self.gradients += 1
 
@@ -353,9 +354,6 @@ def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) 
     except Exception as error:
         return Result({}, error)
     made = dict(zip(wanted, found, strict=True))
-    if call.kind in ("nan", "inf"):
-        # A zero cotangent of a branch that is not taken, times NaN, is NaN; eager has no cotangent.
-        made = {name: g for name, g in made.items() if g is not None}
     return Result(
         {n: torch.zeros_like(wanted[n]) if g is None else held(g) for n, g in made.items()}
     )

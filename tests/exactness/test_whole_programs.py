@@ -244,3 +244,20 @@ def test_one_selected_row_serves_all_places(function: Any):
     check_gradients(scenario, by_tpuport)
     with pytest.raises(RuntimeError, match="must match|shape mismatch"):
         ported(x, torch.ones(3, dtype=torch.bool), k)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * (x > 0),
+        lambda x: x * (x > 0).float(),
+        lambda x: (x > 0) * x,
+        lambda x: x.clone().mul_(x > 0),
+        lambda x: (x * (x > 0).to(x.dtype)).sum(0),
+    ],
+)
+def test_a_mask_as_a_factor_keeps_nan_and_the_sign_of_zero(function: Any):
+    x = torch.tensor([torch.nan, 1.0, -1.0, torch.inf, -torch.inf])
+    got, want = tpuport.convert(function, verify=False)(x).torch(), function(x)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(1 / got.nan_to_num(3.0), 1 / want.nan_to_num(3.0))

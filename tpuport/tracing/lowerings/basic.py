@@ -39,6 +39,9 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
         return x != 0 if dtype == jnp.bool_ else x.real.astype(dtype)
     if dtype == jnp.bool_:
         return x != 0
+    if x.dtype == jnp.bool_ and jnp.issubdtype(dtype, jnp.floating):
+        # XLA makes a choice of a product with a converted mask, and 0 * nan is no choice.
+        return jax.lax.select(x, jnp.ones(x.shape, dtype), jnp.zeros(x.shape, dtype))
     if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize < 4 and dtype.kind in "iu":
         # torch goes through a 32-bit integer and wraps around; XLA would saturate.
         x = x.astype(jnp.int32)

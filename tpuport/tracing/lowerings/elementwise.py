@@ -21,6 +21,7 @@ from tpuport.tracing.lowerings._numeric import (
     wide,
 )
 from tpuport.tracing.lowerings.attention import masked_softmax
+from tpuport.tracing.lowerings.basic import cast
 
 aten = torch.ops.aten
 _ROUNDS = "torchax rounds to bfloat16 after each step; torch computes in float32 and rounds once"
@@ -48,6 +49,8 @@ def _with_numbers(op: Callable[[Any, Any], jax.Array]) -> Callable[[Any, Any], j
 
 @lowering(aten.mul.Tensor, aten.mul.Scalar, reason=_ROUNDS)
 def _mul(x: Any, y: Any) -> jax.Array:
+    kind = jnp.result_type(x, y)
+    x, y = (cast(v, kind) if getattr(v, "dtype", None) == jnp.bool_ else v for v in (x, y))
     return _with_numbers(jnp.multiply)(x, y)
 
 
