@@ -191,7 +191,8 @@ def _sibling(base: Any, alias: Alias, result: TracedTensor, index: int) -> Trace
 def _of_state(ported: "PortedState", name: str, alias: Alias, result: TracedTensor) -> TracedTensor:
     value = _state(ported, name)
     is_own = name in ported.params or name in ported.buffers
-    if not (is_own and alias.is_exact) or value.dtype != backend.jax_dtype(result.dtype):
+    fits = alias.is_exact or alias.is_same
+    if not (is_own and fits) or value.dtype != backend.jax_dtype(result.dtype):
         return _on(_Copy(result._elem, name, lambda: _state(ported, name)), result)
     memory = ported._memories.get(name)
     if memory is None:
@@ -210,7 +211,7 @@ def _of_tensor(owner: Any, alias: Alias, result: TracedTensor, what: str) -> Tra
         if alias.is_exact and root.stride == _contiguous(root.value.shape):
             return _window(owner, alias, result)
     elif isinstance(owner, torch.Tensor) and not isinstance(owner, backend.TorchaxTensor):
-        if alias.is_exact:
+        if alias.is_exact and not (owner.is_conj() or owner.is_neg()):
             offset: Any = owner.storage_offset()
             window = owner.as_strided(alias.size, alias.stride, offset + alias.offset)
             return _on(_TensorMemory(result._elem, window, what), result)
