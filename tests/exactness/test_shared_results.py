@@ -115,6 +115,15 @@ def test_results_in_a_list_of_the_caller():
     assert all(map(torch.equal, run(kept_in), run(tpuport.convert(kept_in))))
 
 
+def test_integers_of_64_bits():
+    x = torch.tensor([1, 2, 3])
+    result = tpuport.convert(lambda x: x[1:])(x)
+    x.add_(2**40)
+    assert torch.equal(tpuport.to_torch(result), x[1:])
+    result.sub_(2**40)
+    assert x.tolist() == [2**40 + 1, 2, 3]
+
+
 def test_a_result_as_the_argument_of_the_next_call():
     def run(function: Callable[..., Any]) -> list[Any]:
         outs = function(torch.arange(8.0).reshape(2, 4))
