@@ -28,11 +28,16 @@ class State(nn.Module):
         self.register_buffer("total", torch.zeros(4))
         self.register_buffer("last", torch.zeros(4))
         self.weight = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.turned = nn.Parameter(torch.ones(2, 4).t(), requires_grad=False)
+        self.cache, self.found = torch.zeros(2, 4), None
 
     def forward(self, x: torch.Tensor) -> Any:
         self.total += x[0]
         self.last = x[0] * 1
-        return self.total, self.total[1:3], self.last, self.weight
+        self.cache[0] = x[1]
+        self.found = x[0] * 2 if self.found is None else x[0] * 2 + self.found
+        state = (self.total, self.total[1:3], self.last, self.weight, self.turned)
+        return *state, self.cache, self.cache[1], self.found
 
 
 def windows(x: torch.Tensor) -> Any:
@@ -108,6 +113,15 @@ def test_results_in_a_list_of_the_caller():
         return [*map(tpuport.to_torch, found), x]
 
     assert all(map(torch.equal, run(kept_in), run(tpuport.convert(kept_in))))
+
+
+def test_integers_of_64_bits():
+    x = torch.tensor([1, 2, 3])
+    result = tpuport.convert(lambda x: x[1:])(x)
+    x.add_(2**40)
+    assert torch.equal(tpuport.to_torch(result), x[1:])
+    result.sub_(2**40)
+    assert x.tolist() == [2**40 + 1, 2, 3]
 
 
 def test_a_result_as_the_argument_of_the_next_call():

@@ -74,7 +74,7 @@ def test_repeats_without_a_size_name_it():
 
 @pytest.mark.filterwarnings("ignore:mean is more than 2 std")
 def test_truncated_normal_numbers():
-    bounds = {"mean": 0.1, "std": 0.5, "a": -1.0, "b": 0.3}
+    bounds: dict[str, Any] = {"mean": 0.1, "std": 0.5, "a": -1.0, "b": 0.3}
     port = tpuport.convert(lambda x: nn.init.trunc_normal_(torch.empty_like(x), **bounds))
     first, second = (tpuport.to_torch(port(torch.zeros(4000))) for _ in range(2))
     eager = nn.init.trunc_normal_(torch.empty(4000), **bounds)
@@ -93,7 +93,7 @@ INTEGERS: dict[str, Callable[[Any, Any], Any]] = {
     "take_along_dim": lambda x, i: torch.take_along_dim(x, i, 1),
     "cross_entropy": lambda x, i: F.cross_entropy(x, i[:, 0]),
     "one_hot": lambda x, i: F.one_hot(i, 3) * x[0],
-    "max_unpool1d": lambda x, i: F.max_unpool1d(x[None, :, :2], i[None], 2),
+    "max_unpool1d": lambda x, i: F.max_unpool1d(x[None, :, :2], i[None], [2]),
 }
 
 

@@ -136,10 +136,10 @@ class PortedModel(PortedState):
         try:
             return self._called(method, args, kwargs, sampler)
         except (RuntimeError, IndexError) as error:
-            found = arguments.long_integers((args, kwargs), error)
-            if found is None:
+            longer = arguments.long_integers((args, kwargs), error)
+            if longer is None:
                 raise
-        return self._called(method, *found, sampler)
+        return self._called(method, longer[0], longer[1], sampler)
 
     def _called(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], sampler: Sampler | None

@@ -9,11 +9,13 @@ from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.model.program_cache import CachedProgram
+from tpuport.tracing.core import int64
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import SERIALS, Flow, Storage, TracedTensor, version
 from tpuport.tracing.dispatch.view_ops import as_strided
@@ -25,30 +27,35 @@ if TYPE_CHECKING:
 
 
 class _Memory(Storage):
-    """The memory of something else, which `value` and `version` ask for changes."""
+    """The memory of something else, which is asked for changes at each use."""
 
     def __init__(self, value: jax.Array) -> None:
-        self._held, self._changes = value, 0
-        self.flow, self.stride, self.trace = Flow.STOPPED, None, None
+        self._known, self._changes = value, 0
+        self.flow, self.stride, self.trace, self.narrow = Flow.STOPPED, None, None, None
         self.serial = next(SERIALS)
 
     def _read(self) -> jax.Array:
-        """Return the value; the array that is held already if it has not changed."""
+        """Return the value; the array that is known already if it has not changed."""
         raise NotImplementedError
 
     @property
     def version(self) -> int:  # type: ignore[override]  (a slot of every other storage)
         """Return how many changes were seen."""
         value = self._read()
-        if value is not self._held:
-            self._held, self._changes = value, self._changes + 1
+        if value is not self._known:
+            self._known, self._changes = value, self._changes + 1
         return self._changes
 
     @property
-    def value(self) -> jax.Array:  # type: ignore[override]  (a slot of every other storage)
+    def held(self) -> jax.Array:  # type: ignore[override]  (a slot of every other storage)
         """Return the value that the memory has now."""
-        self._held = value = self._read()
+        self._known = value = self._read()
         return value
+
+    @property
+    def wide(self) -> bool:  # type: ignore[override]  (a slot of every other storage)
+        """Return whether the value has 64 bits."""
+        return int64.is_wide(self._known)
 
 
 class _TensorMemory(_Memory):
@@ -60,9 +67,12 @@ class _TensorMemory(_Memory):
 
     def _read(self) -> jax.Array:
         if version(self._tensor) == self._writes and not self._tensor.is_inference():
-            return self._held
+            return self._known
         self._writes = version(self._tensor)
         with jax.ensure_compile_time_eval():
+            if self._tensor.dtype is torch.int64 and not backend.fits(self._tensor):
+                with int64.scope():
+                    return jnp.asarray(backend.to_numpy_array(self._tensor))
             return backend.to_jax(self._tensor.detach())
 
     def set(self, value: jax.Array) -> None:
@@ -74,7 +84,7 @@ class _TensorMemory(_Memory):
         if not self._tensor.is_inference():
             # Inside an operation's dispatch torch does not count the write.
             torch.autograd.graph.increment_version(self._tensor)
-        self._held, self._changes = value, self._changes + 1
+        self._known, self._changes = value, self._changes + 1
         self._writes = version(self._tensor)
 
 
@@ -97,18 +107,19 @@ class StateMemory(_Memory):
             raise _refused(
                 self._name, "was written to and then replaced in one call, so its value is gone"
             )
-        return self._held if self._ported is None else _state(self._ported, self._name)
+        return self._known if self._ported is None else _state(self._ported, self._name)
 
     def set(self, value: jax.Array) -> None:
         """Write to the model's state."""
         self._read()
+        value = int64.narrowed(value)
         if self._ported is None:
-            self._held = value
+            self._known = value
         else:
             target = self._ported.params
             (target if self._name in target else self._ported.buffers)[self._name] = value
         self._changes += 1
-        self._held = value
+        self._known = value
 
     def leave(self, *, is_lost: bool) -> None:
         """Keep the value of now: from here on the name stands for other memory.
@@ -116,7 +127,7 @@ class StateMemory(_Memory):
         Args:
             is_lost: the value of this memory has changed and is not known.
         """
-        self._held, self._ported, self._is_lost = self._read(), None, is_lost
+        self._known, self._ported, self._is_lost = self._read(), None, is_lost
 
 
 class _Copy(_Memory):
@@ -124,13 +135,13 @@ class _Copy(_Memory):
 
     def __init__(self, value: jax.Array, what: str, state: Callable[[], Any]) -> None:
         super().__init__(value)
-        self._what, self._state, self._known = what, state, state()
+        self._what, self._state, self._seen = what, state, state()
 
     def _read(self) -> jax.Array:
         now = self._state()
-        if now is not self._known and not (isinstance(now, int) and now == self._known):
+        if now is not self._seen and not (isinstance(now, int) and now == self._seen):
             raise _refused(self._what, "has changed since the call, and the result has not")
-        return self._held
+        return self._known
 
     def set(self, value: jax.Array) -> None:
         """Refuse the write.
@@ -185,14 +196,15 @@ def _sibling(base: Any, alias: Alias, result: TracedTensor, index: int) -> Trace
         return _window(base, alias, result)
     assert isinstance(alias.of, Sibling)
     what = f"result {alias.of.index} of the call, which shares memory with result {index},"
-    return _on(_Copy(result._elem, what, lambda: version(base)), result)
+    return _on(_Copy(result._held, what, lambda: version(base)), result)
 
 
 def _of_state(ported: "PortedState", name: str, alias: Alias, result: TracedTensor) -> TracedTensor:
     value = _state(ported, name)
     is_own = name in ported.params or name in ported.buffers
-    if not (is_own and alias.is_exact) or value.dtype != backend.jax_dtype(result.dtype):
-        return _on(_Copy(result._elem, name, lambda: _state(ported, name)), result)
+    fits = alias.is_exact or alias.is_same
+    if not (is_own and fits) or value.dtype != backend.jax_dtype(result.dtype):
+        return _on(_Copy(result._held, name, lambda: _state(ported, name)), result)
     memory = ported._memories.get(name)
     if memory is None:
         memory = ported._memories[name] = StateMemory(value, ported, name)
@@ -210,26 +222,26 @@ def _of_tensor(owner: Any, alias: Alias, result: TracedTensor, what: str) -> Tra
         if alias.is_exact and root.stride == _contiguous(root.value.shape):
             return _window(owner, alias, result)
     elif isinstance(owner, torch.Tensor) and not isinstance(owner, backend.TorchaxTensor):
-        if alias.is_exact:
+        if alias.is_exact and not (owner.is_conj() or owner.is_neg()):
             offset: Any = owner.storage_offset()
             window = owner.as_strided(alias.size, alias.stride, offset + alias.offset)
-            return _on(_TensorMemory(result._elem, window, what), result)
+            return _on(_TensorMemory(result._held, window, what), result)
     else:
-        return _on(_Copy(result._elem, f"{what}, an array of JAX,", lambda: None), result)
-    return _on(_Copy(result._elem, what, lambda: version(owner)), result)
+        return _on(_Copy(result._held, f"{what}, an array of JAX,", lambda: None), result)
+    return _on(_Copy(result._held, what, lambda: version(owner)), result)
 
 
 def _window(base: TracedTensor, alias: Alias, result: TracedTensor) -> TracedTensor:
     """Return a result as a view of a tensor."""
     offset: Any = base.storage_offset()
     made = as_strided(base, list(alias.size), list(alias.stride), offset + alias.offset)
-    made._keep(result._elem)
+    made._keep(result._held)
     made._own_flow = result._own_flow
     return made
 
 
 def _on(memory: Storage, result: TracedTensor) -> TracedTensor:
-    return TracedTensor(memory, (), result, result._elem, result._own_flow)
+    return TracedTensor(memory, (), result, result._held, result._own_flow)
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -283,7 +283,7 @@ def _widened(tensor: torch.Tensor) -> np.ndarray:
         tensor.dtype.itemsize == 1 and tensor.is_floating_point()
     ):
         tensor = tensor.float()
-    return tensor.numpy()
+    return tensor.resolve_conj().resolve_neg().numpy()
 
 
 def host_arguments(value: Any, mode: SameNumbers) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.state.module_state import StateTree
@@ -27,22 +28,22 @@ def output_aliases(
     owners: dict[int, tuple[Any, torch.Tensor, bool]] = {}
     for of, leaf in (*enumerate(made), *outcome.baked.items(), *kept.items()):
         if isinstance(leaf, torch.Tensor):
+            traced = _traced(trace, leaf)
             # A plain attribute that no call changed is a tensor of the user's own module too,
             # which the port must not write to.
-            is_theirs = trace.is_foreign(leaf)
+            is_theirs = trace.is_foreign(traced)
             found_at = (Outside(leaf) if is_theirs else of, leaf, is_theirs)
-            owners.setdefault(_memory(leaf), found_at)
+            owners.setdefault(_memory(traced), found_at)
     found: dict[int, Alias] = {}
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(outputs):
         if not isinstance(leaf, torch.Tensor):
             continue
-        # A weight of the model that code took from elsewhere.
-        leaf = leaf if isinstance(leaf, TracedTensor) else trace.substitutes.get(id(leaf), leaf)
-        memory = _memory(leaf)
+        traced = _traced(trace, leaf)
+        memory = _memory(traced)
         if memory in owners:
             found[index] = _alias(leaf, *owners[memory])
-        elif trace.is_foreign(leaf):
+        elif trace.is_foreign(traced):
             found[index] = _alias(leaf, Outside(leaf), leaf)
         else:
             groups.setdefault(memory, []).append(index)
@@ -70,6 +71,12 @@ def rebound(before: dict[str, tuple[Any, Any]], after: StateTree | None) -> dict
     }
 
 
+def _traced(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a tensor in a trace: itself, unless the call wrote to it."""
+    known = None if isinstance(leaf, TracedTensor) else trace.alias(leaf)
+    return leaf if known is None else known
+
+
 def _memory(tensor: torch.Tensor) -> int:
     """Return a number that tells apart what tensors are stored in."""
     if isinstance(tensor, TracedTensor):
@@ -81,7 +88,10 @@ def _alias(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = F
     meta, base = meta_of(leaf), meta_of(owner)
     start, offset = _offset(owner), _offset(leaf)
     moved = isinstance(owner, TracedTensor) and bool(owner._chain)
-    is_exact = meta.dtype == base.dtype and not (is_theirs or moved or extents_of(leaf))
+    # Arrays of JAX are in order: what else is shared with them has to be counted the same way.
+    ordered = isinstance(of, (int, Outside)) or owner.is_contiguous()
+    fits = ordered and meta.dtype == base.dtype
+    is_exact = fits and not (is_theirs or moved or extents_of(leaf))
     return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)
 
 
