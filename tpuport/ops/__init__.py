@@ -43,6 +43,7 @@ from tpuport.ops.tensors import (
     attention,
     cuda,
     filled,
+    one_hot,
     to_cpu,
 )
 from tpuport.ops.torchax.debug_checks import are_checks_on, debug_checks
@@ -72,6 +73,7 @@ __all__ = [
     "masked_select",
     "mismatched",
     "negate",
+    "one_hot",
     "passes",
     "report",
     "rowwise",

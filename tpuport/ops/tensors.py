@@ -1,9 +1,11 @@
 """Tensors made or moved, and attention, for rewritten code."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-from tpuport.ops.traced import is_plain, is_plain_torchax
+from tpuport.ops.branches import check
+from tpuport.ops.traced import is_plain, is_plain_torchax, is_traced
 
 
 def to_cpu(value: Any) -> Any:
@@ -53,6 +55,35 @@ def attention(*args: Any, **kwargs: Any) -> Any:
     # An empty row attends to everything here, as a softmax over nothing is NaN. `where` drops
     # its result, and with it the gradient.
     return torch.where(empty, 0.0, function(*args, **kwargs))
+
+
+def one_hot(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch.nn.functional.one_hot` so that it makes the first columns alone.
+
+    Args:
+        function: That function, or any other, which is called as it is.
+
+    Returns:
+        A function of an index, the number of classes, and the number of columns to keep. The
+        classes may be traced if the columns are known and no more; what `one_hot` refuses is
+        refused for them too.
+    """
+    import torch
+
+    def columns(index: Any, classes: Any, kept: Any) -> Any:
+        known = type(kept) is int and kept >= 0
+        if function is not torch.nn.functional.one_hot or not is_traced(classes) or not known:
+            return function(index, classes)[..., :kept]
+        few = f"one_hot: fewer classes than the {kept} columns that the program was traced for"
+        for failed, message in (
+            ((index < 0).any(), "Class values must be non-negative."),
+            ((index >= classes).any(), "Class values must be smaller than num_classes."),
+            (classes < kept, few),
+        ):
+            check(failed, functools.partial(RuntimeError, message))
+        return (index.unsqueeze(-1) == torch.arange(kept, device=index.device)).to(torch.int64)
+
+    return columns
 
 
 def filled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,16 @@
 """TPU111: a traced value where a size must be known."""
 
 import ast
+import builtins
 from collections.abc import Iterator
 
+from tpuport.rules._expressions import OPS
 from tpuport.rules._masks import parts
 from tpuport.rules._origins import last_name
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
+from tpuport.source.syntax.text import Edit, Passage
 
 _ALL = range(99)
 _AFTER_FIRST = range(1, 99)
@@ -73,8 +76,11 @@ class TensorAsSize(Rule):
     The call raises `ConcretizationTypeError`, `TracerBoolConversionError` or `TypeError`.
 
     ## Fix safety
-    There is no automatic fix, since the result has another shape for every input. Take a bound
-    that is known instead: build the largest case and mask what is too much
+    The fix of `F.one_hot(i, t)[..., :n]` is exact: it makes the first `n` columns alone, with the
+    errors of `one_hot`. A program raises if `t` is less than `n`.
+
+    There is no other automatic fix, since the result has another shape for every input. Take a
+    bound that is known instead: build the largest case and mask what is too much
     (`torch.arange(bound) < t`, `torch.where`), or pass the size as a Python number.
 
     ## References
@@ -85,8 +91,32 @@ class TensorAsSize(Rule):
     MESSAGE = "`{size}` decides a size, which has to be known when the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
+    LIVE = True
 
     EXAMPLES = (
+        Example(
+            before="""
+            import torch
+            import torch.nn.functional as F
+
+
+            def forward(x: torch.Tensor, ids: torch.Tensor, n: int = 4):
+                classes = torch.clamp(ids.max() + 1, min=n)
+                return x @ F.one_hot(ids, classes)[..., :n].float()
+            """,
+            after="""
+            import torch
+            import torch.nn.functional as F
+            import tpuport.ops
+
+
+            def forward(x: torch.Tensor, ids: torch.Tensor, n: int = 4):
+                classes = torch.clamp(ids.max() + 1, min=n)
+                return x @ tpuport.ops.one_hot(F.one_hot)(ids, classes, n).float()
+            """,
+            inputs="(torch.randn(2, 3), torch.tensor([1, 5, 0]))",
+            jit_error="TracerBoolConversionError",
+        ),
         Example(
             before="""
             import torch
@@ -168,12 +198,20 @@ class TensorAsSize(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
+        if _classes_of_columns(context.module.parents.get(node), context) is not None:
+            return
         for size in _size_arguments(node, context):
             if context.is_traced(size) and _is_of_a_tensor(size, context):
                 context.report(self, size, size=size)
                 return
 
     def visit_Subscript(self, node: ast.Subscript, context: Context) -> None:
+        classes = _classes_of_columns(node, context)
+        # A trace records the call as traced, inference from source the number of classes.
+        traced = node.value if context.imports_inside else classes
+        if classes is not None and traced is not None and context.is_traced(traced):
+            context.report(self, node, size=classes)
+            return
         for bound in _bounds(node):
             if context.is_traced(bound) and _is_of_a_tensor(bound, context):
                 context.report(self, bound, size=bound)
@@ -190,8 +228,38 @@ class TensorAsSize(Rule):
                 pass
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
-        del node, context
+        match node:
+            case ast.Subscript(
+                value=ast.Call() as call,
+                slice=ast.Tuple(elts=[_, ast.Slice(upper=ast.expr() as n)]),
+            ) if _classes_of_columns(node, context) is not None:
+                source, origin = context.module, context.module.origin(node)
+                start, end = source.span(call.func)
+                wrapped = f"{OPS}.one_hot({source.source(call.func)})"
+                function = Edit(start, end, Passage.of(wrapped, origin))
+                start, end = source.span(call.args[-1])[1], source.span(node)[1]
+                rest = Edit(start, end, Passage.of(f", {source.source(n)})", origin))
+                return Fix((function, rest), (OPS,))
+            case _:
+                pass
         raise NotFixable("the shape of the result depends on data; take a bound that is known")
+
+
+def _classes_of_columns(node: ast.AST | None, context: Context) -> ast.expr | None:
+    """Return the number of classes of `F.one_hot(i, classes)[..., :n]`."""
+    match node:
+        case ast.Subscript(
+            value=ast.Call(func=function, args=[_, classes], keywords=[]),
+            slice=ast.Tuple(
+                elts=[ast.Constant(value=builtins.Ellipsis), ast.Slice(None, ast.expr(), None)]
+            ),
+            ctx=ast.Load(),
+        ) if last_name(function) == "one_hot":
+            # A trace sees the function's own text alone, so the helper compares the functions.
+            is_known = context.name(function) == "torch.nn.functional.one_hot"
+            return classes if is_known or context.imports_inside else None
+        case _:
+            return None
 
 
 def _bounds(node: ast.Subscript) -> Iterator[ast.expr]:

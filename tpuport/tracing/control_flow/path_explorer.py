@@ -182,8 +182,8 @@ def _too_many_paths(unit: Unit) -> PortError:
         f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs), most often here",
         code="TPU101",
         remedy=(
-            "use torch.where for the choice, or make the condition a Python value; if you cannot edit"
-            " this line, an option of the library that takes a fixed number of steps avoids it"
+            "use torch.where for the choice, or make the condition a Python value; if the line is"
+            " not yours, look for an option of its library that takes a fixed number of steps"
         ),
         place=unit.sites.most_common(1)[0][0],
     )

@@ -92,9 +92,7 @@ def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
     write(target, held_of(new), flow=flow)
 
 
-def _check_write(
-    func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _check_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse what it refuses in eager (shapes that do not broadcast, int += float)."""
     trace = current()
     if trace is not None and trace.dynamic and involved(args, kwargs):
