@@ -64,6 +64,18 @@ def test_the_end_names_what_cost_time_and_what_would_help(said):
     assert "--no-verify" in saving
 
 
+def test_an_input_that_grows_has_a_way_out(said):
+    source = """
+    import torch
+    net = torch.nn.Linear(2, 2).cuda()
+    with torch.no_grad():
+        for rows in range(1, 11):
+            net(torch.ones(rows, 2).cuda())
+    """
+    assert any(line.endswith("; --eager Linear compiles nothing") for line in said(source))
+    assert said(source, eager=["Linear"]) == []
+
+
 def test_the_loop_is_one_program_with_the_option_that_is_named(said):
     lines = said(SAMPLER, eager=["Kept"], methods=["Planner.sample"])
     assert not any("try --program" in line for line in lines)

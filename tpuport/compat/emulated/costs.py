@@ -17,6 +17,8 @@ from tpuport.reports.report import PortReport
 # The stack is looked at in two calls only: a method that is running in both holds a loop.
 _FIRST_LOOK, _SECOND_LOOK = 15, 16
 _NAMED = 3
+# More retraces than that are no change of sizes here and there: an input grows at each call.
+_FEW = 8
 
 
 @dataclass
@@ -106,7 +108,8 @@ def _retraced(programs: list[PortReport]) -> Iterator[str]:
     kind, times = kinds.most_common(1)[0]
     example = next(cause for cause in reversed(found) if cause.partition(":")[0] == kind)
     often = plural(len(worst.retraces), "retrace")
-    yield f"{worst.model}: {often}, {times} of them for {example}"
+    way_out = f"; --eager {worst.model} compiles nothing" if len(worst.retraces) > _FEW else ""
+    yield f"{worst.model}: {often}, {times} of them for {example}{way_out}"
 
 
 def _on_the_host(descended: list[Descended], eager: tuple[str, ...]) -> Iterator[str]:
