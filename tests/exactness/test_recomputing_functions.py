@@ -238,7 +238,9 @@ def test_training_steps_and_scripts_are_those_of_eager(build: type[nn.Module]):
     eager, script, trained = models
     ported = tpuport.convert(trained)
     step = make_train_step(
-        ported, lambda m, b: _loss(m(b)), from_torch(ported, torch.optim.SGD(trained.parameters(), 1e-3))
+        ported,
+        lambda m, b: _loss(m(b)),
+        from_torch(ported, torch.optim.SGD(trained.parameters(), 1e-3)),
     )
     state = step.init(seed=0)
     for model in (eager, script):

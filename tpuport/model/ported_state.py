@@ -23,8 +23,8 @@ from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
-from tpuport.tracing.core.sym_numbers import exact_value
 from tpuport.tracing.core.placement import NOWHERE, Placement
+from tpuport.tracing.core.sym_numbers import exact_value
 from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import Tracer

@@ -57,9 +57,9 @@ def _counts(func: Any, args: tuple[Any, ...]) -> bool:
     target, trace = args[0], current()
     if func._opname != "add_" or len(args) != 2 or type(args[1]) is not int or args[1] != 1:
         return False
-    if target.dim() or not isinstance(target, TracedTensor) or target.dtype is not torch.int64 or trace is None:
+    if trace is None or not isinstance(target, TracedTensor) or target.dtype is not torch.int64:
         return False
-    return any(target is state for state in trace.substitutes.values())
+    return not target.dim() and any(target is state for state in trace.substitutes.values())
 
 
 def _refuse_overlap(func: Any, target: torch.Tensor) -> None:

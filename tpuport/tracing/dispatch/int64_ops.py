@@ -93,11 +93,12 @@ def needs_64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
     """Return whether an op on integers has to be computed in 64 bits."""
     if int64.is_64():
         return False
-    name, first = func._opname, metas[0] if isinstance(metas, (tuple, list)) and metas else metas
-    if not isinstance(first, torch.Tensor) or first.dtype.is_floating_point or first.dtype.is_complex:
+    name, first = func._opname, metas
+    if isinstance(metas, (tuple, list)):
+        first = metas[0] if metas else None
+    if not isinstance(first, torch.Tensor) or _is_floating(first):
         return False
-    is_whole = first.dtype is torch.int64
-    if name in _WIDENING and is_whole:
+    if name in _WIDENING and first.dtype is torch.int64:
         if not int64.is_within(span_of(func, args, kwargs, loose=True), int64.INT32):
             return True
     if name not in _TAKES and not is_pointwise(func):
@@ -138,9 +139,8 @@ def run_64(
         value = lower(arrays, named)
         if isinstance(metas, torch.Tensor):
             return _settled(func, value, metas, span, 0)
-        return type(value)(
-            _settled(func, v, m, span, i) for i, (v, m) in enumerate(zip(value, metas, strict=False))
-        )
+        parts = enumerate(zip(value, metas, strict=False))
+        return type(value)(_settled(func, v, m, span, i) for i, (v, m) in parts)
 
 
 def in_64(compute: Callable[..., Any], operands: list[Any]) -> Any:
