@@ -31,7 +31,8 @@ def scope() -> Any:
 
 def is_within(span: Span | None, limits: Span) -> bool:
     """Return whether all numbers of a span are within limits."""
-    return span is not None and limits[0] <= span[0] and span[1] <= limits[1]
+    # Each bound in both limits: those of clamp(5, 3) are the wrong way around.
+    return span is not None and all(limits[0] <= bound <= limits[1] for bound in span)
 
 
 def is_64() -> bool:

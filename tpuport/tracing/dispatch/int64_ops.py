@@ -269,7 +269,8 @@ def _binary(func: Any, spans: list[Span | None], kwargs: dict[str, Any]) -> Span
     name = func._opname
     if name == "rsub":
         spans, name = spans[1::-1], "sub"
-    if name == "div" and kwargs.get("rounding_mode") is not None:
+    rounding = kwargs.get("rounding_mode") if name == "div" else None
+    if rounding is not None:
         name = "floor_divide"
     rule = _BINARY.get(name)
     if rule is None or len(spans) != 2 or kwargs.get("alpha", 1) != 1:
@@ -281,7 +282,9 @@ def _binary(func: Any, spans: list[Span | None], kwargs: dict[str, Any]) -> Span
         return (0, second[1])
     if first is None or second is None or (rule == "floordiv" and second[0] <= 0):
         return None
-    return SPANS[rule](first, second)
+    # What is truncated is no larger than what is rounded down, and no more than one above it.
+    low, high = SPANS[rule](first, second)
+    return (low, high + 1) if rounding == "trunc" and low < 0 else (low, high)
 
 
 def _hull(spans: list[Any]) -> Span:
