@@ -120,7 +120,7 @@ A + 2**33;A - 2**31;A ** 2;A.prod();A.cumprod(0);A[1:];A[torch.tensor([0, 2, 1])
 A.view(-1, 1).squeeze(1);A.masked_fill(B > 3, -5);A.unsqueeze(0).expand(2, -1).sum(0);A.roll(1)
 torch.cat([A, B]);A.gather(0, torch.tensor([1, 0]));torch.diff(A);A.fmod(17);A.remainder(-9)
 torch.div(A, 5, rounding_mode="trunc");A.unfold(0, 2, 1).sum(-1);A.topk(2).values;A.int().long()
-A.float().mean().long();A.bitwise_not();A.eq(B).long().cumsum(0);A.max(0).values;A.sign()
+A.bitwise_not();A.eq(B).long().cumsum(0);A.max(0).values;A.sign()
 A + B;A - B;A * B;torch.maximum(A, B);A ^ B;A & B;A | B;torch.where(A > B, A, B * 3)
 (A > B).long() * A;torch.add(A, B, alpha=3);A.addcmul(B, B);A // (B.abs() + 1);A % (B.abs() + 1)
 torch.stack([A, B]).amin(0);A.index_add(0, torch.tensor([0, 0]), B[:2]);torch.outer(A, B).sum(0)[:3]
