@@ -484,6 +484,7 @@ class PortedModel(PortedState):
                 self._options.checks,
                 concrete,
                 known,
+                wide=True,
             )
             outcome = self._tracer.trace(request)
             placed = self._placement.state(outcome.state)

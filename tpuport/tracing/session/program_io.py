@@ -11,29 +11,35 @@ from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, flow_seen, meta_of
-from tpuport.tracing.core.values import held_of
+from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.state.module_state import state_tree
 from tpuport.tracing.state.request import TraceRequest
 
 
-def program_leaves(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+def program_leaves(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[Any]]:
     """Return the array of each result, and its meta tensor (of a number its symbolic type).
 
     A result whose size depends on data gives the padded array with its sizes, and an `Unsized`.
+
+    Args:
+        leaves: The results.
+        wide: Whether they keep 64 bits; if not, one that does not fit in 32 raises at the call.
     """
+    value = held_of if wide else value_of
+    number = sym_numbers.exact_value if wide else sym_numbers.node_value
     values: list[Any] = []
     metas: list[Any] = []
     for leaf in leaves:
         extents = extents_of(leaf)
         if isinstance(leaf, sym_numbers.SYMBOLIC):
-            values.append(sym_numbers.exact_value(leaf))
+            values.append(number(leaf))
             metas.append(type(leaf))
         elif extents:
-            values.append((held_of(strip(leaf)), [node.value for node in extents.values()]))
+            values.append((value(strip(leaf)), [node.value for node in extents.values()]))
             metas.append(Unsized(leaf.dtype, tuple(extents), leaf.requires_grad))
         else:
-            values.append(held_of(leaf))
+            values.append(value(leaf))
             metas.append(meta_of(leaf, like=True))
     return values, metas
 

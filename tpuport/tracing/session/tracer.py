@@ -265,12 +265,14 @@ class Tracer:
         trace.recorder.guards.refuse_writes()
         refuse_foreign_writes(trace, module, made)
         after = state_tree(module, objects=True) if module is not None else None
-        outcome = self._outcome(trace, module, tree, after, result, values, baked)
+        outcome = self._outcome(
+            trace, module, tree, after, result, values, baked, wide=request.wide
+        )
         outcome.argument_changes = watch.changes()
         outputs = pytree.flatten(result, leaf=program_leaf)[0]
         if outcome.argument_changes is not None:
             put = outcome.argument_changes.leaves
-            outcome.put_leaves, outcome.put_metas = program_leaves(put)
+            outcome.put_leaves, outcome.put_metas = program_leaves(put, wide=request.wide)
             outputs += put
         outcome.out_aliases = output_aliases(outcome, outputs, made, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
@@ -334,9 +336,11 @@ class Tracer:
         result: Any,
         values: dict[str, jax.Array],
         baked: dict[str, torch.Tensor],
+        *,
+        wide: bool,
     ) -> TraceResult:
         out_leaves, out_spec = pytree.flatten(result, leaf=program_leaf)
-        arrays, metas = program_leaves(out_leaves)
+        arrays, metas = program_leaves(out_leaves, wide=wide)
         outcome = TraceResult(
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )

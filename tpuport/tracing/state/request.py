@@ -99,6 +99,8 @@ class TraceRequest:
         known: State whose concrete value may be read if the trace needs it.
         known_leaves: Concrete values of arguments, for the same use.
         on_module: Called with the copy of the module that is traced, before the call.
+        wide: Whether results keep their 64 bits, because the caller takes them out of jax. Otherwise
+            they have the dtypes that other jax code expects.
     """
 
     method: str
@@ -112,6 +114,7 @@ class TraceRequest:
     known: dict[str, Any] = field(default_factory=dict)
     known_leaves: dict[int, Any] = field(default_factory=dict)
     on_module: Callable[[Any], None] | None = None
+    wide: bool = False
 
     @property
     def candidates(self) -> list[int]:
