@@ -99,7 +99,7 @@ class TraceRequest:
         known: State whose concrete value may be read if the trace needs it.
         known_leaves: Concrete values of arguments, for the same use.
         on_module: Called with the copy of the module that is traced, before the call.
-        wide: Whether results keep their 64 bits, because the caller takes them out of jax. Otherwise
+        wide: Whether results keep their 64 bits, because the caller takes them out of jax. If not,
             they have the dtypes that other jax code expects.
     """
 
