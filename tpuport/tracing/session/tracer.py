@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import torch
 
