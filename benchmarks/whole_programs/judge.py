@@ -185,7 +185,7 @@ class _Run:
         if self.ported is None:
             ready = _ready(self.model, self.program)
             self.ported = tpuport.convert(ready, verify=self.program.verify)
-        # Gradients at NaN are left out: a zero cotangent times NaN is NaN where there is one at all.
+        # Gradients at NaN are left out: a zero cotangent times NaN is NaN, no cotangent is zero.
         odd = call.kind in ("nan", "inf")
         if want.error is None and self.refused is None and not odd:
             self._gradients(before, call)
