@@ -75,8 +75,8 @@ def page(verdicts: list[Verdict], commit: str) -> str:
         "",
         "Not generated: random numbers; writes of several values to one element without"
         " `accumulate`, which PyTorch leaves undefined; integers and Python numbers of 64 bits."
-        " Not compared: gradients at NaN and infinities, and what eager PyTorch leaves half written"
-        " when it raises.",
+        " Not compared: gradients at NaN and infinities or where eager PyTorch's are NaN (a zero"
+        " cotangent times an infinite derivative), and what it leaves half written when it raises.",
     ]
     return "\n".join(lines) + "\n"
 
