@@ -285,7 +285,7 @@ class _Run:
         except Exception as error:
             raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
         for name, gradient in want.values.items():
-            # Eager's is a zero cotangent times an infinite derivative, which a port may not compute.
+            # Eager's is a zero cotangent times an infinite derivative, which a port may leave out.
             odd = gradient.isnan() & have.values[name].isfinite()
             have.values[name] = have.values[name].masked_fill(odd, torch.nan)
         self._same("gradient", want, have, again)
