@@ -185,7 +185,7 @@ class _Run:
         if self.ported is None:
             ready = _ready(self.model, self.program)
             self.ported = tpuport.convert(ready, verify=self.program.verify)
-        # Gradients at NaN are left out: a zero cotangent times NaN is NaN where there is one at all.
+        # Gradients at NaN are left out: a zero cotangent times NaN is NaN, no cotangent is zero.
         odd = call.kind in ("nan", "inf")
         if want.error is None and self.refused is None and not odd:
             self._gradients(before, call)
@@ -284,6 +284,10 @@ class _Run:
             return
         except Exception as error:
             raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
+        for name, gradient in want.values.items():
+            # Eager's is a zero cotangent times an infinite derivative, which a port may leave out.
+            odd = gradient.isnan() & have.values[name].isfinite()
+            have.values[name] = have.values[name].masked_fill(odd, torch.nan)
         self._same("gradient", want, have, again)
         self.gradients += 1
 

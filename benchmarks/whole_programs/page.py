@@ -74,7 +74,9 @@ def page(verdicts: list[Verdict], commit: str) -> str:
         "What earlier runs found is in tests/exactness/test_whole_programs.py.",
         "",
         "Not generated: random numbers; writes of several values to one element without"
-        " `accumulate`, which PyTorch leaves undefined; integers and Python numbers of 64 bits.",
+        " `accumulate`, which PyTorch leaves undefined; integers and Python numbers of 64 bits."
+        " Not compared: gradients at NaN and infinities or where eager PyTorch's are NaN (a zero"
+        " cotangent times an infinite derivative), and what it leaves half written when it raises.",
     ]
     return "\n".join(lines) + "\n"
 
