@@ -213,6 +213,8 @@ def test_state_that_is_written_and_then_replaced():
 
 
 class Counter(nn.Module):
+    total: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("total", torch.zeros(2, 3))
