@@ -19,6 +19,7 @@ from torch._decomp import decomposition_table
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core import lowering_registry, op_info
 from tpuport.tracing.core.view_steps import VIEWS
+from tpuport.tracing.functions import inner_gradients  # noqa: F401 - it fills FUNCTIONS too
 from tpuport.tracing.functions.registry import FUNCTIONS
 from tpuport.tracing.lowerings import load
 from tpuport.tracing.session import modes  # noqa: F401 - modes fills FUNCTIONS

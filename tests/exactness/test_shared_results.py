@@ -210,3 +210,30 @@ def test_state_that_is_written_and_then_replaced():
     assert tpuport.to_torch(second).tolist() == [4, 4]
     with pytest.raises(PortError, match="state was written to and then replaced in one call"):
         tpuport.to_torch(first)
+
+
+class Counter(nn.Module):
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(2, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.total[0] += x[0]
+        return self.total, self.total[0], x * 2, x[1]
+
+
+def test_buffers_that_a_program_of_a_script_writes_to():
+    def run(model: Counter, x: torch.Tensor) -> list[Any]:
+        found = []
+        for _ in range(3):
+            total, row, doubled, second = model(x)
+            row.add_(1)
+            second.mul_(2)
+            found += [total.tolist(), model.total.tolist(), doubled.tolist(), x.tolist()]
+        return found
+
+    expected = run(Counter(), torch.ones(2, 3))
+    with tpuport.porting():
+        assert run(Counter().cuda(), torch.ones(2, 3).cuda()) == expected

@@ -117,9 +117,3 @@ def test_integers_from_jax_count_as_int64(name: str):
 def test_a_dtype_that_jax_lacks():
     with pytest.raises(UsageError, match="JAX has no complex32: compute in another dtype"):
         tpuport.convert(lambda x: x.chalf())(torch.ones(3))
-
-
-def test_a_constant_of_64_bits_is_refused():
-    port = tpuport.convert(lambda x: x + torch.full((3,), 2**40))
-    with pytest.raises(PortError, match=r"a constant of the program holds an torch\.int64"):
-        port(torch.ones(3))

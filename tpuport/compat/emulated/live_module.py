@@ -31,6 +31,7 @@ from tpuport.tracing.guards.module_changes import (
     refuse_backward_hooks,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
+from tpuport.tracing.state.request import Alias
 
 
 class LiveModel(PortedModel):
@@ -52,6 +53,8 @@ class LiveModel(PortedModel):
         self._wanted: gradients.Wanted | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
+        # Results that are buffers which the call writes to, or views of them.
+        self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
         self._tree = self._taken_apart(module)
         self._frame = frame_of(self._tree, module)
@@ -92,6 +95,7 @@ class LiveModel(PortedModel):
             self._outside_values = self._outside.snapshot()
             self._frames[self._number] = self._frame, self._outside_values
         self._give_back(before)
+        self._share_buffers()
         return out
 
     # -- state of the user's module ----------------------------------------------------------------
@@ -272,8 +276,11 @@ class LiveModel(PortedModel):
     def _share(self, call: BoundCall, given: list[Any]) -> None:
         """Return outputs that alias an argument or weight as that tensor or view, like eager."""
         outcome = call.compiled.outcome
+        self._buffer_results.clear()
         for index, alias in outcome.out_aliases.items():
             owner, at = None, alias.of
+            if at in outcome.changed and at not in outcome.rebound:
+                self._buffer_results.append((given[index], alias))
             if isinstance(at, int):
                 owner = call.leaves[at]
             elif isinstance(at, str) and at not in outcome.changed:
@@ -285,6 +292,19 @@ class LiveModel(PortedModel):
             elif not owner.requires_grad:
                 offset = owner.storage_offset() + alias.offset
                 given[index] = owner.as_strided(alias.size, alias.stride, offset)
+
+    def _share_buffers(self) -> None:
+        """Let results share the memory of the user's own buffers, which have their new values."""
+        for result, alias in self._buffer_results:
+            known = self._tree.leaves if alias.of in self._tree.registered else {}
+            owner = known.get(str(alias.of))
+            if not isinstance(owner, torch.Tensor) or owner.requires_grad or result.requires_grad:
+                continue
+            if alias.is_same or alias.is_exact:
+                offset = owner.storage_offset() + alias.offset
+                with torch._C.DisableTorchFunction():
+                    result.set_(owner.untyped_storage(), offset, alias.size, alias.stride)
+        self._buffer_results.clear()
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
