@@ -163,6 +163,40 @@ def test_local_functions_get_gradients():
         assert np.abs(got[name] - parameter.grad.numpy()).max() < 1e-6
 
 
+class Holding(nn.Module):
+    """Keeps the parameters of its parts in an attribute too, as policies keep an optimizer."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.part, self.weight = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+        everything = list(self.parameters())
+        self.held: Any = {
+            "optimizer": torch.optim.Adam(everything),
+            "list": everything,
+            "dict": {"one": self.part.weight},
+            "tuple of an object": Cache([(self.part.weight,)]),
+        }[kind]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) * self.weight
+
+
+@pytest.mark.parametrize("kind", ["optimizer", "list", "dict", "tuple of an object"])
+def test_parameters_that_an_attribute_holds_are_parameters(kind: str):
+    module, x = Holding(kind), torch.randn(3, 2)
+    ported = tpuport.convert(module)
+    assert list(ported.params) == [name for name, _ in module.named_parameters()]
+
+    def loss(params: Any) -> Any:
+        return ported.apply(params, ported.buffers, jax.random.key(0), x)[0].sum()
+
+    got = jax.grad(loss)(ported.params)
+    module(x).sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None
+        assert np.abs(got[name] - parameter.grad.numpy()).max() < 1e-6
+
+
 class Irrep(tuple[Any, ...]):
     """As in e3nn: a tuple whose length is not to be asked for."""
 

@@ -102,12 +102,12 @@ def _take_apart(
 ) -> None:
     # This runs over the complete model at each trace: local names are faster than attributes.
     owners, values, statics = tree.owners, tree.values, tree.statics
-    for fqn, owner in named_owners(module):
+    modules = named_owners(module)
+    for fqn, owner in modules:
         tree.modules[fqn] = id(owner)
         if (hooks := hooks_of(owner)) is not None:
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
-        held = owner.__dict__
         for holder in (owner._parameters, owner._buffers):
             for name, value in holder.items():
                 full = prefix + name
@@ -118,6 +118,10 @@ def _take_apart(
                     leaf(tree, full, value)
                     tree.registered.add(full)
                     statics[full] = _tensor_kind(value)
+    # A module may keep parameters of the modules below it (an optimizer, a list of weights): these
+    # have their registered names, so attributes come after all parameters.
+    for fqn, owner in modules:
+        prefix, held = fqn + "." if fqn else "", owner.__dict__
         for name in [name for name in held if name not in _INTERNAL]:
             value = held[name]
             kind = type(value)
