@@ -11,10 +11,15 @@ from jax._src import compiler
 # stays at one: it is read once a process, and decides how a program is compiled, not what it
 # computes.
 _AS_BY_DEFAULT = {"xla_cpu_use_fusion_emitters": True}
+# Errors, draws and what a call leaves behind are the same however XLA rounds.
+_NOT_OF_ROUNDING = {"test_boundary", "test_errors", "test_randomness"}
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _optimised() -> Iterator[None]:
+def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.stem in _NOT_OF_ROUNDING:
+        yield
+        return
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     options_of = compiler.get_compile_options

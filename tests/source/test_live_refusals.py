@@ -165,3 +165,5 @@ def test_the_functions_that_hold_a_code_object_are_found():
     assert maker in found
     assert first in found
     assert plain not in found
+    copied = FunctionType(plain.__code__, {})
+    assert {id(f) for f in live.functions_with(plain.__code__)} == {id(plain), id(copied)}
