@@ -5,7 +5,7 @@ import sys
 import types
 from typing import Any
 
-from tpuport.compat.packages import flash_attn, sageattention, xformers
+from tpuport.compat.packages import flash_attn, flash_attn_interface, sageattention, xformers
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 
@@ -22,7 +22,7 @@ def _xformers() -> types.ModuleType:
 
 def _flash_3(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
     """Run flash-attn 3 as diffusers' wrapped operator does: the denominators are [B, L, H]."""
-    out, lse = flash_attn.flash_attn_3_func(q, k, v, *args, return_attn_probs=True, **kwargs)
+    out, lse = flash_attn_interface.flash_attn_3_func(q, k, v, *args, return_attn_probs=True, **kwargs)
     return out, lse.transpose(1, 2)
 
 
@@ -43,8 +43,8 @@ class DiffusersAttention(Shim):
         names: dict[str, Any] = {
             "flash_attn_func": flash["flash_attn_func"],
             "flash_attn_varlen_func": flash["flash_attn_varlen_func"],
-            "flash_attn_3_func": flash_attn.flash_attn_3_func,
-            "flash_attn_3_varlen_func": flash_attn.flash_attn_3_varlen_func,
+            "flash_attn_3_func": flash_attn_interface.flash_attn_3_func,
+            "flash_attn_3_varlen_func": flash_attn_interface.flash_attn_3_varlen_func,
             **{name: call for name, call in sage.items() if name.startswith("sageattn")},
             "xops": _xformers().ops,
             "_wrapped_flash_attn_3": _flash_3,

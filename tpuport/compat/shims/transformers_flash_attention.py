@@ -25,6 +25,7 @@ class TransformersFlashAttention(Shim):
     def replacements(self) -> list[Replacement]:
         from tpuport.compat.packages import _flash_attn_parts as parts
         from tpuport.compat.packages import flash_attn as ours
+        from tpuport.compat.packages import flash_attn_interface as third
 
         home = importlib.import_module(self.MODULE)
         if not hasattr(home, "_lazy_imports"):
@@ -37,8 +38,8 @@ class TransformersFlashAttention(Shim):
                 return original(implementation, *args, **kwargs)
             three = implementation == "flash_attention_3"
             return (
-                ours.flash_attn_3_func if three else ours.flash_attn_func,
-                ours.flash_attn_3_varlen_func if three else ours.flash_attn_varlen_func,
+                third.flash_attn_3_func if three else ours.flash_attn_func,
+                third.flash_attn_3_varlen_func if three else ours.flash_attn_varlen_func,
                 ours.flash_attn_with_kvcache,
                 parts.pad_input,
                 parts.unpad,
