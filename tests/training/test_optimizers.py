@@ -68,6 +68,18 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
         m.parameters(), 1e-2, weight_decay=0.1, decoupled_weight_decay=True
     ),
     "adam, maximising": lambda m: torch.optim.Adam(m.parameters(), 1e-2, maximize=True),
+    "amsgrad": lambda m: torch.optim.Adam(m.parameters(), 1e-2, amsgrad=True, weight_decay=0.1),
+    "adamw, amsgrad": lambda m: torch.optim.AdamW(grouped(m), 1e-2, amsgrad=True),
+    "adamax": lambda m: torch.optim.Adamax(m.parameters(), 1e-2, weight_decay=0.1),
+    "nadam": lambda m: torch.optim.NAdam(m.parameters(), 1e-2, weight_decay=0.1),
+    "nadam, decoupled": lambda m: torch.optim.NAdam(
+        m.parameters(), 1e-2, momentum_decay=0.1, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "adagrad": lambda m: torch.optim.Adagrad(
+        m.parameters(), 1e-2, lr_decay=0.1, initial_accumulator_value=0.2, weight_decay=0.1
+    ),
+    "adadelta": lambda m: torch.optim.Adadelta(m.parameters(), 0.5, maximize=True),
+    "dampening": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, dampening=0.3),
     "sgd": lambda m: torch.optim.SGD(m.parameters(), 0.1, weight_decay=0.01),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
     "nesterov": lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True),
@@ -160,19 +172,9 @@ def stepped(module: torch.nn.Module) -> torch.optim.Optimizer:
 
 REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "another": (
-        lambda m: torch.optim.Adagrad(m.parameters()),
+        lambda m: torch.optim.RAdam(m.parameters()),
         None,
-        "Adagrad has no form in optax",
-    ),
-    "amsgrad": (
-        lambda m: torch.optim.AdamW(m.parameters(), amsgrad=True),
-        None,
-        r"AdamW\(amsgrad=True\) is not what optax's does",
-    ),
-    "dampening": (
-        lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9, dampening=0.1),
-        None,
-        r"SGD\(dampening=0.1\)",
+        "RAdam has no form in optax here; there are Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam",
     ),
     "foreign": (
         lambda m: torch.optim.SGD(model().parameters(), 0.1),

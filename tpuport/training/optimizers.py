@@ -15,6 +15,7 @@ import torch
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
 from tpuport.tracing.scan_layers import stacked_params
+from tpuport.training import optimizer_updates as updates
 
 # The label of parameters that are in no group.
 _NOWHERE = "in no group"
@@ -38,7 +39,8 @@ def from_torch(
 
     Args:
         ported: made by `tpuport.convert` of the module whose parameters the optimizer has.
-        optimizer: AdamW, Adam, SGD or RMSprop, before its first step.
+        optimizer: AdamW, Adam, Adamax, NAdam, Adagrad, Adadelta, SGD or RMSprop, before its first
+            step.
         scheduler: a torch scheduler, or any whose `step()` sets learning rates by the number of
             the step. Its rates are read by running a copy of it, so each is torch's, in float32.
         steps: the number of steps to read rates for; then the last rate stays. Needed with a
@@ -49,7 +51,8 @@ def from_torch(
             been used, or the schedule depends on more than the step.
     """
     kind = _kind(type(optimizer))
-    if optimizer.state:
+    # Adagrad has a state before its first step.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise UsageError(
             f"the {type(optimizer).__name__} has taken steps already. What to do: make it anew, and"
             " load its state into the training state"
@@ -179,28 +182,46 @@ def _scale_by_adam(b1: float, b2: float, eps: float) -> optax.GradientTransforma
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _adamw(group: dict[str, Any]) -> optax.GradientTransformation:
-    b1, b2 = group["betas"]
-    # torch decays p by lr * weight_decay before the update, which is the same sum.
-    return optax.chain(
-        _scale_by_adam(b1, b2, group["eps"]),
-        optax.add_decayed_weights(group["weight_decay"]),
-    )
+def _decayed(
+    group: dict[str, Any], made: optax.GradientTransformation, *, decoupled: bool = False
+) -> optax.GradientTransformation:
+    """Add the decay of weights: to the gradient, or to the update.
+
+    torch decays p by lr * weight_decay before a decoupled update, which is the same sum.
+    """
+    decay = optax.add_decayed_weights(group["weight_decay"])
+    return optax.chain(made, decay) if decoupled else optax.chain(decay, made)
 
 
 def _adam(group: dict[str, Any]) -> optax.GradientTransformation:
-    if group.get("decoupled_weight_decay"):
-        return _adamw(group)
-    b1, b2 = group["betas"]
-    return optax.chain(
-        optax.add_decayed_weights(group["weight_decay"]),
-        _scale_by_adam(b1, b2, group["eps"]),
-    )
+    scale = updates.amsgrad if group["amsgrad"] else _scale_by_adam
+    decoupled = bool(group["decoupled_weight_decay"])
+    return _decayed(group, scale(*group["betas"], group["eps"]), decoupled=decoupled)
+
+
+def _adagrad(group: dict[str, Any]) -> optax.GradientTransformation:
+    start = group["initial_accumulator_value"]
+    return _decayed(group, updates.adagrad(group["lr_decay"], group["eps"], start))
+
+
+def _adadelta(group: dict[str, Any]) -> optax.GradientTransformation:
+    return _decayed(group, updates.adadelta(group["rho"], group["eps"]))
+
+
+def _adamax(group: dict[str, Any]) -> optax.GradientTransformation:
+    return _decayed(group, updates.adamax(*group["betas"], group["eps"]))
+
+
+def _nadam(group: dict[str, Any]) -> optax.GradientTransformation:
+    made = updates.nadam(*group["betas"], group["eps"], group["momentum_decay"])
+    return _decayed(group, made, decoupled=bool(group["decoupled_weight_decay"]))
 
 
 def _sgd(group: dict[str, Any]) -> optax.GradientTransformation:
     parts = [optax.add_decayed_weights(group["weight_decay"])]
-    if group["momentum"]:
+    if group["momentum"] and group["dampening"]:
+        parts.append(updates.dampened(group["momentum"], group["dampening"]))
+    elif group["momentum"]:
         parts.append(optax.trace(group["momentum"], nesterov=group["nesterov"]))
     return optax.chain(*parts)
 
@@ -218,9 +239,15 @@ def _rmsprop(group: dict[str, Any]) -> optax.GradientTransformation:
 
 _COMMON = {"lr", "weight_decay", "maximize"}
 _KINDS: dict[type, _Kind] = {
-    torch.optim.AdamW: _Kind(_adamw, frozenset({*_COMMON, "betas", "eps"})),
-    torch.optim.Adam: _Kind(_adam, frozenset({*_COMMON, "betas", "eps"})),
-    torch.optim.SGD: _Kind(_sgd, frozenset({*_COMMON, "momentum", "nesterov"})),
+    torch.optim.AdamW: _Kind(_adam, frozenset({*_COMMON, "betas", "eps", "amsgrad"})),
+    torch.optim.Adam: _Kind(_adam, frozenset({*_COMMON, "betas", "eps", "amsgrad"})),
+    torch.optim.Adamax: _Kind(_adamax, frozenset({*_COMMON, "betas", "eps"})),
+    torch.optim.NAdam: _Kind(_nadam, frozenset({*_COMMON, "betas", "eps", "momentum_decay"})),
+    torch.optim.Adagrad: _Kind(
+        _adagrad, frozenset({*_COMMON, "lr_decay", "eps", "initial_accumulator_value"})
+    ),
+    torch.optim.Adadelta: _Kind(_adadelta, frozenset({*_COMMON, "rho", "eps"})),
+    torch.optim.SGD: _Kind(_sgd, frozenset({*_COMMON, "momentum", "dampening", "nesterov"})),
     torch.optim.RMSprop: _Kind(
         _rmsprop, frozenset({*_COMMON, "alpha", "eps", "momentum", "centered"})
     ),

@@ -41,7 +41,7 @@ class TransformerEncoderPadding(Shim):
 
 
 def _may_nest(encoder: nn.TransformerEncoder, src: torch.Tensor) -> bool:
-    """Return whether eager looks at the padding mask, as `nn.TransformerEncoder.forward` decides."""
+    """Return whether eager looks at the padding mask, as the original `forward` decides."""
     allowed = torch.backends.mha.get_fastpath_enabled() and getattr(
         encoder, "use_nested_tensor", False
     )

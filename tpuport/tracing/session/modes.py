@@ -17,6 +17,10 @@ from tpuport.tracing.functions.registry import FUNCTIONS
 
 aten = torch.ops.aten
 
+_UNINITIALISED = {
+    *("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+}
+
 
 class DispatchMode(TorchDispatchMode):
     """The mode that sees every ATen op while a trace runs."""
@@ -53,6 +57,9 @@ class DispatchMode(TorchDispatchMode):
         if not info.aliases:
             self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
+        if func._opname in _UNINITIALISED and isinstance(result, torch.Tensor):
+            # What memory held before is no value: it may not even fit in 32 bits.
+            result.zero_()
         if not info.aliases or func is aten.lift_fresh.default:
             self.trace.note_made(result)
         return result
