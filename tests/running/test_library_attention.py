@@ -60,7 +60,7 @@ def test_transformers_flash_attention(implementation, window, mask, monkeypatch)
 
     calls = []
     attend = _attention.attend
-    for place in ("_attention", "flash_attn"):
+    for place in ("_attention", "flash_attn", "flash_attn_interface"):
         monkeypatch.setattr(
             f"tpuport.compat.packages.{place}.attend",
             lambda *a, **k: calls.append(1) or attend(*a, **k),
