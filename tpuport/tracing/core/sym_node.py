@@ -413,9 +413,7 @@ def _compare(name: str) -> Callable[..., NumberNode]:
     return method
 
 
-def _alike(
-    a: NumberNode, b: NumberNode, kind: type | None = None
-) -> tuple[jax.Array, jax.Array]:
+def _alike(a: NumberNode, b: NumberNode, kind: type | None = None) -> tuple[jax.Array, jax.Array]:
     """Return both values in the 64 bits of `kind`, of the wider kind by default."""
     if (kind or (float if float in (a.kind, b.kind) else int)) is not float:
         return a.exact().astype(jnp.int64), b.exact().astype(jnp.int64)
@@ -481,7 +479,11 @@ def _arithmetic(
         span = SPANS[name](self.span, other.span) if kind is int else int64.INT64
         held = (self.held, other.held)
         with int64.scope():
-            if kind is int and int64.is_within(span, int64.INT32) and jnp.int64 not in (self.held.dtype, other.held.dtype):
+            if (
+                kind is int
+                and int64.is_within(span, int64.INT32)
+                and jnp.int64 not in (self.held.dtype, other.held.dtype)
+            ):
                 value = operation(*(array.astype(jnp.int32) for array in held))
             elif kind is bool:
                 value = operation(*held)
@@ -532,7 +534,9 @@ def _refuse_power(a: NumberNode, b: NumberNode, value: jax.Array) -> None:
         return (jnp.abs(a.held) < math.inf) & (jnp.abs(b.held) < math.inf)
 
     remedy = "take the power of abs(...), or an integer exponent"
-    int64.refuse_if(lambda: finite() & jnp.isnan(value), "a power that Python makes complex", remedy)
+    int64.refuse_if(
+        lambda: finite() & jnp.isnan(value), "a power that Python makes complex", remedy
+    )
     error = OverflowError(34, "Numerical result out of range")
     _raise_if(lambda: finite() & (a.held != 0) & (jnp.abs(value) == math.inf), error)
 

@@ -57,7 +57,12 @@ def _counts(func: Any, args: tuple[Any, ...]) -> bool:
     target, trace = args[0], current()
     if func._opname != "add_" or len(args) != 2 or type(args[1]) is not int or args[1] != 1:
         return False
-    if target.dim() or not isinstance(target, TracedTensor) or target.dtype is not torch.int64 or trace is None:
+    if (
+        target.dim()
+        or not isinstance(target, TracedTensor)
+        or target.dtype is not torch.int64
+        or trace is None
+    ):
         return False
     return any(target is state for state in trace.substitutes.values())
 
@@ -92,9 +97,7 @@ def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
     write(target, held_of(new), flow=flow)
 
 
-def _check_write(
-    func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _check_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Let torch refuse what it refuses in eager (shapes that do not broadcast, int += float)."""
     trace = current()
     if trace is not None and trace.dynamic and involved(args, kwargs):

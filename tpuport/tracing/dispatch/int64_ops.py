@@ -94,7 +94,11 @@ def needs_64(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], metas: An
     if int64.is_64():
         return False
     name, first = func._opname, metas[0] if isinstance(metas, (tuple, list)) and metas else metas
-    if not isinstance(first, torch.Tensor) or first.dtype.is_floating_point or first.dtype.is_complex:
+    if (
+        not isinstance(first, torch.Tensor)
+        or first.dtype.is_floating_point
+        or first.dtype.is_complex
+    ):
         return False
     is_whole = first.dtype is torch.int64
     if name in _WIDENING and is_whole:
@@ -139,7 +143,8 @@ def run_64(
         if isinstance(metas, torch.Tensor):
             return _settled(func, value, metas, span, 0)
         return type(value)(
-            _settled(func, v, m, span, i) for i, (v, m) in enumerate(zip(value, metas, strict=False))
+            _settled(func, v, m, span, i)
+            for i, (v, m) in enumerate(zip(value, metas, strict=False))
         )
 
 
