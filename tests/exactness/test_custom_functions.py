@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 import tpuport
 from tests.exactness.scenario import normal
+from tpuport.foundation.errors import PortError
 
 X = normal(3)
 
@@ -329,3 +330,43 @@ def test_repeated_blocks_share_a_program_and_its_backward():
     grads = jax.grad(lambda p: ported.apply(p, ported.buffers, None, X)[0].sum())(ported.params)
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+class MarkedDirty(torch.autograd.Function):
+    """Marks its input and writes it only with more than one row (fairscale with one process)."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2.0) if x.shape[0] > 1 else x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_function_may_mark_its_input_as_written_where_no_gradient_is_asked_for(rows):
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            y = self.layer(x)
+            z = MarkedDirty.apply(y)
+            z += 1.0  # the input itself
+            return y, z
+
+    net, x = Net(), torch.linspace(-1, 1, 3 * rows).reshape(rows, 3)
+    ported = tpuport.convert(net)
+    with torch.no_grad():
+        expected = net(x)
+        for _ in range(2):
+            torch.testing.assert_close(tpuport.to_torch(ported(x)), expected)
+    with tpuport.porting(), torch.inference_mode():
+        got = net.cuda()(x.cuda())
+        torch.testing.assert_close(tuple(one.cpu() for one in got), expected)
+    with pytest.raises(PortError, match="writes its inputs in place"):
+        net.cpu()
+        tpuport.convert(Net(), verify=False)(x.requires_grad_())

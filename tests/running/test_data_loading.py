@@ -1,5 +1,7 @@
 """Data loaders, pinned memory, default devices and threads inside a porting context."""
 
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -87,10 +89,34 @@ def test_a_default_tensor_type_names_both(by_name):
     try:
         x = torch.zeros(2)
         assert (x.dtype, x.device) == (torch.float16, THERE)
+        made = torch.Tensor(2, 3), torch.Tensor([1.0, 2.0]), torch.Tensor(), torch.Tensor(x.shape)
+        assert {(one.dtype, one.device) for one in made} == {(torch.float16, THERE)}
+        assert torch.nn.Parameter(torch.Tensor(2)).device == THERE
+        assert torch.FloatTensor(2).device == torch.Tensor(2, device="cpu").device == HERE
     finally:
         torch.set_default_tensor_type("torch.FloatTensor")
     x = torch.zeros(2)
     assert (x.dtype, x.device) == (torch.float32, HERE)
+    assert torch.Tensor(2, 3).device == HERE
+    assert "__new__" not in vars(torch.Tensor)
+    # A default device alone does not move what this constructor makes, as in torch.
+    torch.set_default_device("cuda")
+    assert torch.Tensor(2, 3).device == HERE
+    torch.set_default_device(None)
+
+
+def test_dynamo_can_be_imported_under_a_default_tensor_type():
+    """Optimizers import it, and it compares the constructor of tensors with its own."""
+    code = (
+        "import torch, tpuport\n"
+        "with tpuport.porting():\n"
+        "    torch.set_default_tensor_type(torch.cuda.FloatTensor)\n"
+        "    import torch._dynamo\n"
+        "    assert torch.Tensor(2).is_cuda\n"
+        "assert '__new__' not in vars(torch.Tensor)\n"
+        "assert not torch.Tensor(2).is_cuda\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=300)
 
 
 def there() -> tuple[torch.device, object]:

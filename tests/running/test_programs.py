@@ -297,6 +297,28 @@ def test_nothing_inside_to_fall_back_on_is_an_error():
         assert isinstance(Leaf(6, 6).cuda()(batch("cuda")), str)
 
 
+def test_what_holds_a_class_that_is_left_to_eager_is_not_tried():
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.ported = Net(), nn.Linear(6, 3)
+
+        def forward(self, x):
+            return self.left(x)["y"] + self.ported(x)
+
+    with tpuport.porting(eager=["Net"]), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        net = built(Sum, "cuda")
+        got = net(batch("cuda"))
+        assert sorted(p.report.model for p in programs()) == [
+            "LayerNorm",
+            "Linear",
+            "Linear",
+            "Linear",
+        ]
+    close(built(Sum)(batch()), got)
+
+
 def test_a_class_can_be_left_to_eager():
     with tpuport.porting(eager=("Net",)):
         net = Outer().cuda()

@@ -32,6 +32,7 @@ from tpuport.foundation.interop.device_mark import (
     tag,
 )
 from tpuport.foundation.interop.seen_device import set_seen_device
+from tpuport.foundation.patching.shim import REPLACED
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import tensors_in
@@ -39,9 +40,15 @@ from tpuport.tracing.core.values import tensors_in
 CPU = torch.device("cpu")
 
 
-def set_default(device: Any) -> None:
-    """Set the default device of this thread, as `torch.set_default_device` does."""
+def set_default(device: Any, *, by_type: bool = False) -> None:
+    """Set the default device of this thread, as `torch.set_default_device` does.
+
+    Args:
+        device: the device.
+        by_type: whether a default tensor type names it, which `torch.Tensor(2)` follows, too.
+    """
     _THREAD.default = None if device is None else torch.device(device)
+    _THREAD.by_type = by_type
 
 
 def default_device() -> torch.device | None:
@@ -49,7 +56,14 @@ def default_device() -> torch.device | None:
     return getattr(_THREAD, "default", None)
 
 
+def default_type_is_there() -> bool:
+    """Return whether the default tensor type of this thread is one of `torch.cuda`."""
+    return default_device() is not None and _THREAD.by_type
+
+
 _THREAD = threading.local()
+# The token under which what a default type changes is replaced.
+BY_TYPE = object()
 
 Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, Handler] = {}
@@ -362,6 +376,8 @@ def emulated() -> Iterator[None]:
     finally:
         _THREAD.depth -= 1
         if _THREAD.depth == 0:
+            if default_type_is_there():
+                REPLACED.remove(BY_TYPE)
             set_default(None)
             set_seen_device(None)
             _take_out(_THREAD.mode)

@@ -37,6 +37,7 @@ _ONE_AT_A_TIME = threading.RLock()
 _PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
 # By module the methods that cannot be one program.
 _DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+_HOLDS_EAGER: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakKeyDictionary()
 # How many instances of a class were refused in a row. Each attempt takes the time of a trace, and
 # the layers of a model have one class.
 _REFUSED: Counter[tuple[type, str]] = Counter()
@@ -53,6 +54,7 @@ def forget() -> None:
     _PROGRAMS.clear()
     _DESCENDED.clear()
     _REFUSED.clear()
+    _HOLDS_EAGER.clear()
 
 
 def becomes_program(module: torch.nn.Module, method: str) -> bool:
@@ -68,8 +70,17 @@ def becomes_program(module: torch.nn.Module, method: str) -> bool:
         return False
     if _REFUSED[type(module), method] >= _TRIED and module not in _PROGRAMS:
         return False
-    names = {type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"}
-    return not names & {*settings.eager} and _is_on_accelerator(module)
+    return _is_on_accelerator(module) and not (settings.eager and _holds_eager(module, settings))
+
+
+def _holds_eager(module: torch.nn.Module, settings: PortingSettings) -> bool:
+    """Return whether a class that is left to eager PyTorch is inside of a module, or is its own."""
+    found = _HOLDS_EAGER.get(module)
+    if found is None:
+        classes = {type(one) for one in module.modules()}
+        names = {name for c in classes for name in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
+        found = _HOLDS_EAGER[module] = not names.isdisjoint(settings.eager)
+    return found
 
 
 def _is_on_accelerator(module: torch.nn.Module) -> bool:

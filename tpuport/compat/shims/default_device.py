@@ -7,7 +7,8 @@ import torch
 from tpuport.compat.emulated import device as emulation
 from tpuport.compat.shims._inside import functions
 from tpuport.compat.shims.cuda_tensor_types import DTYPES
-from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.foundation.interop.device_mark import tag
+from tpuport.foundation.patching.shim import REPLACED, Replacement, Shim
 
 _EAGER_GET = torch.get_default_device
 _EAGER_TYPE = torch.set_default_tensor_type
@@ -30,12 +31,15 @@ def _get_device() -> torch.device:
 
 def _set_type(t: Any) -> None:
     name = t if isinstance(t, str) else f"{t.__module__}.{t.__name__}"
+    REPLACED.remove(emulation.BY_TYPE)
     if not name.startswith("torch.cuda."):
         _EAGER_TYPE(t)
         emulation.set_default(None)
         return
     torch.set_default_dtype(DTYPES[name.rpartition(".")[2]])
-    emulation.set_default("cuda")
+    emulation.set_default("cuda", by_type=True)
+    # No function mode sees the call of a class.
+    REPLACED.add(emulation.BY_TYPE, [Replacement(torch.Tensor, "__new__", staticmethod(_new))])
 
 
 class DefaultDevice(Shim):
@@ -52,3 +56,15 @@ class DefaultDevice(Shim):
             "set_default_tensor_type": _set_type,
         }
         return functions(torch, table)
+
+
+def _new(*args: Any, **kwargs: Any) -> Any:
+    """Make what `torch.Tensor(...)` makes, which follows the default type and its device.
+
+    Dynamo compares the signature with its own, unless it is this one.
+    """
+    cls, *given = args
+    made = torch._C.TensorBase.__new__(cls, *given, **kwargs)
+    if cls is not torch.Tensor or "device" in kwargs or not emulation.default_type_is_there():
+        return made
+    return tag(made)

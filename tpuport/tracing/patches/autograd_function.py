@@ -34,6 +34,7 @@ class _Context:
         self.needs_input_grad = needs
         self.saved_tensors: tuple[Any, ...] = ()
         self.constant: set[int] = set()
+        self.is_dirty = False
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -44,7 +45,8 @@ class _Context:
         self.constant = {id(tensor) for tensor in tensors}
 
     def mark_dirty(self, *tensors: Any) -> None:
-        if tensors:
+        self.is_dirty = bool(tensors)
+        if tensors and any(self.needs_input_grad):
             raise port_error(
                 "a custom autograd function that writes its inputs in place",
                 code="TPU403",
@@ -153,6 +155,8 @@ class _FunctionCall:
                 cls.setup_context(context, args, out)
             else:
                 out = cls.forward(context, *args)
+            if context.is_dirty:
+                return out  # without a gradient it is the argument itself, as in eager
             leaves, self.spec = pytree.flatten(out)
             if any(extents_of(leaf) for leaf in leaves):
                 raise unsized(f"an output of {cls.__name__}.forward")
