@@ -117,3 +117,9 @@ def test_integers_from_jax_count_as_int64(name: str):
 def test_a_dtype_that_jax_lacks():
     with pytest.raises(UsageError, match="JAX has no complex32: compute in another dtype"):
         tpuport.convert(lambda x: x.chalf())(torch.ones(3))
+
+
+def test_draws_over_numbers_of_64_bits_are_refused():
+    port = tpuport.convert(lambda x: x + torch.full((3,), 2**40).random_(0, 10))
+    with pytest.raises(PortError, match="does not fit in 32 bits"):
+        port(torch.ones(3))

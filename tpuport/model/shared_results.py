@@ -9,7 +9,6 @@ from collections.abc import Callable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.errors import PortError
@@ -70,10 +69,7 @@ class _TensorMemory(_Memory):
             return self._known
         self._writes = version(self._tensor)
         with jax.ensure_compile_time_eval():
-            if self._tensor.dtype is torch.int64 and not backend.fits(self._tensor):
-                with int64.scope():
-                    return jnp.asarray(backend.to_numpy_array(self._tensor))
-            return backend.to_jax(self._tensor.detach())
+            return int64.of_host(self._tensor.detach())
 
     def set(self, value: jax.Array) -> None:
         """Write to the tensor."""

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.foundation import pytree
-from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import installed
+from tpuport.tracing.core import int64
 from tpuport.tracing.core.context import KeyStream
 from tpuport.tracing.core.keys import STAND_IN, keyed
 from tpuport.tracing.core.precision_seen import draws
@@ -89,7 +89,7 @@ class SameNumbers(TorchDispatchMode):
         def lift(tensor: Any) -> Any:
             if not isinstance(tensor, torch.Tensor):
                 return tensor
-            lifted = wrap(backend.to_jax(tensor), tensor.dtype)
+            lifted = wrap(int64.of_host(tensor), tensor.dtype)
             tensors.append((tensor, lifted))
             return lifted
 

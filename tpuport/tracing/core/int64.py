@@ -11,9 +11,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax import lax
 
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop import backend
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.errors import error_here
@@ -47,6 +49,14 @@ def is_wide(value: Any) -> bool:
     """
     dtype = getattr(value, "dtype", None)
     return dtype in _LONG and dtype != jax.dtypes.canonicalize_dtype(dtype)
+
+
+def of_host(tensor: torch.Tensor) -> jax.Array:
+    """Return the array of a host tensor, of 64 bits if its integers need them."""
+    if tensor.dtype is torch.int64 and not backend.fits(tensor):
+        with scope():
+            return jnp.asarray(backend.to_numpy_array(tensor))
+    return backend.to_jax(tensor)
 
 
 def narrowed(value: jax.Array, span: Span | None = None) -> jax.Array:
