@@ -350,7 +350,9 @@ def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) 
     try:
         with mode or contextlib.nullcontext():
             total = torch.zeros((), requires_grad=True) * 1
-            for path, one in compare.flat(module(*given)).items():
+            # No leaves, which eager refuses to write to.
+            passed = [one.clone() if one.requires_grad else one for one in given]
+            for path, one in compare.flat(module(*passed)).items():
                 if isinstance(one, torch.Tensor) and one.is_floating_point():
                     weights = torch.from_numpy(_weights(one.shape, path))
                     total = total + (one.float() * weights).sum()

@@ -25,19 +25,20 @@ _MEANING = {
 }
 
 
-def read(log: Path) -> list[Verdict]:
-    """Return the verdicts of a log."""
+def read(log: Path) -> dict[int, Verdict]:
+    """Return the verdicts of a log by their seeds."""
     found = [json.loads(line) for line in log.read_text().splitlines()]
-    return [Verdict(**{k: v for k, v in one.items() if k != "seed"}) for one in found]
+    return {one.pop("seed"): Verdict(**one) for one in found}
 
 
-def page(verdicts: list[Verdict], commit: str) -> str:
+def page(found: dict[int, Verdict], commit: str) -> str:
     """Return the text of the page.
 
     Args:
-        verdicts: what became of each program.
+        found: what became of each program, by its seed.
         commit: what was run.
     """
+    verdicts = list(found.values())
     kinds = Counter(one.kind for one in verdicts)
     compared = [one for one in verdicts if one.kind not in ("eager raises", "slow")]
     lines = [
@@ -69,12 +70,13 @@ def page(verdicts: list[Verdict], commit: str) -> str:
         "",
         "## Finds that are open",
         "",
-        *(_finds([v for v in verdicts if v.kind in FINDS]) or ["None."]),
+        *(_finds([(seed, v) for seed, v in found.items() if v.kind in FINDS]) or ["None."]),
         "",
         "What earlier runs found is in tests/exactness/test_whole_programs.py.",
         "",
         "Not generated: random numbers; writes of several values to one element without"
-        " `accumulate`, which PyTorch leaves undefined; integers and Python numbers of 64 bits."
+        " `accumulate`, and a `masked_scatter_` that reads what it writes, which PyTorch leaves"
+        " undefined; integers and Python numbers of 64 bits."
         " Not compared: gradients at NaN and infinities or where eager PyTorch's are NaN (a zero"
         " cotangent times an infinite derivative), and what it leaves half written when it raises.",
     ]
@@ -98,5 +100,5 @@ def _refusals(refused: Iterable[Verdict]) -> list[str]:
     ]
 
 
-def _finds(found: list[Verdict]) -> list[str]:
-    return [f"- {one.kind}: {one.what[:200]}" for one in found]
+def _finds(found: list[tuple[int, Verdict]]) -> list[str]:
+    return [f"- seed {seed}, {one.kind}: {one.what[:200]}" for seed, one in found]

@@ -21,7 +21,7 @@ from benchmarks.whole_programs.shrink import shrink
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 from tpuport.foundation.errors import PortError
 
-FEW, MORE = 16, int(os.environ.get("TPUPORT_FUZZ", "200"))
+FEW, MORE = 8, int(os.environ.get("TPUPORT_FUZZ", "200"))
 
 
 def check_programs(seeds: range, folder: Path) -> None:
