@@ -77,6 +77,7 @@ def _nested(
     padding = functional._canonical_mask(
         padding, "src_key_padding_mask", None, "mask", src.dtype, check_other=False
     )
+    assert padding is not None
     real = padding.logical_not()
     nests = (real[:, 1:] <= real[:, :-1]).all()
     if not getattr(encoder, "mask_check", True):
