@@ -121,7 +121,7 @@ def assert_outputs_same(got: Any, want: Any, rtol: float | None = None) -> None:
     assert len(ours) == len(theirs)
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if not isinstance(b, torch.Tensor):
-            assert a == b
+            assert (a.item() if isinstance(a, jax.Array) else a) == b
             continue
         assert_same(a, b, f"output {index}", rtol)
 

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import rnn
 
 import tpuport
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
+from tpuport.foundation.errors import PortError
 
 X, UP, DOWN = normal(4, 4), normal(4, 4).abs(), -normal(4, 4).abs()
 
@@ -79,6 +81,22 @@ class Encoder(nn.Module):
         return self.encoder(x, src_key_padding_mask=padding)
 
 
+class Packed(nn.Module):
+    """A recurrent layer over sequences of the lengths that a call is given."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(4, 3, batch_first=True, bidirectional=True)
+
+    def forward(self, x, lengths):
+        packed = rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        out, last = self.layer(packed)
+        return rnn.pad_packed_sequence(out, batch_first=True), last
+
+
+BATCH = normal(3, 5, 4)
+LENGTHS = tuple((BATCH, torch.tensor(n)) for n in ([2, 5, 3], [4, 1, 4], [2, 5, 3]))
+
 ENDS = torch.arange(5) >= torch.tensor([5, 2, 4])[:, None]
 WORDS = normal(3, 5, 8)
 ROWS = tuple((normal(5, 4, seed=n),) for n in range(4))
@@ -91,6 +109,8 @@ SCENARIOS = [
     Scenario("filled later", lambda: filled_later, ((X,), (UP,)), grads=False),
     Scenario("a queue", lambda: Queue(False), tuple((x[:4],) for (x,) in ROWS), grads=False),
     Scenario("a queue that wraps", lambda: Queue(True), ROWS, grads=False),
+    Scenario("packed lstm", lambda: Packed(nn.LSTM), LENGTHS),
+    Scenario("packed gru", lambda: Packed(nn.GRU), LENGTHS, grads=False),
     Scenario("an encoder", lambda: Encoder(True), PADDED, train=False),
     Scenario("a frozen encoder", lambda: Encoder(False), PADDED, train=False, grads=False),
 ]
@@ -130,3 +150,11 @@ def test_a_queue_that_overflows_raises_as_eager_does():
     torch.testing.assert_close(ported(bank, rows, at).torch(), push(bank, rows, at))
     with pytest.raises(RuntimeError):
         ported(bank, rows, at + 1)
+
+
+def test_lengths_that_are_computed_are_refused_with_the_line():
+    def lengths(x):
+        return rnn.pack_padded_sequence(x, (x[:, 0, 0] > 0) + 1, True, enforce_sorted=False).data
+
+    with pytest.raises(PortError, match=r"test_idioms.*TPU203 the lengths of packed sequences"):
+        tpuport.convert(lengths, verify=False)(BATCH)

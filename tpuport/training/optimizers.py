@@ -196,7 +196,8 @@ def _decayed(
 def _adam(group: dict[str, Any]) -> optax.GradientTransformation:
     scale = updates.amsgrad if group["amsgrad"] else _scale_by_adam
     decoupled = bool(group["decoupled_weight_decay"])
-    return _decayed(group, scale(*group["betas"], group["eps"]), decoupled=decoupled)
+    b1, b2 = group["betas"]
+    return _decayed(group, scale(b1, b2, group["eps"]), decoupled=decoupled)
 
 
 def _adagrad(group: dict[str, Any]) -> optax.GradientTransformation:
@@ -209,11 +210,13 @@ def _adadelta(group: dict[str, Any]) -> optax.GradientTransformation:
 
 
 def _adamax(group: dict[str, Any]) -> optax.GradientTransformation:
-    return _decayed(group, updates.adamax(*group["betas"], group["eps"]))
+    b1, b2 = group["betas"]
+    return _decayed(group, updates.adamax(b1, b2, group["eps"]))
 
 
 def _nadam(group: dict[str, Any]) -> optax.GradientTransformation:
-    made = updates.nadam(*group["betas"], group["eps"], group["momentum_decay"])
+    b1, b2 = group["betas"]
+    made = updates.nadam(b1, b2, group["eps"], group["momentum_decay"])
     return _decayed(group, made, decoupled=bool(group["decoupled_weight_decay"]))
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core.autocast import autocast_dtype
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.values import flat, flow_of, value_of, wrap_as
 from tpuport.tracing.dynamic_shapes.handlers import involved
 from tpuport.tracing.functions import promotion
@@ -271,7 +272,16 @@ def _pack(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     The batch sizes stay a host tensor.
     """
     x, lengths, batch_first = args
-    if traced(trace, x) is None or traced(trace, lengths) is not None:
+    if traced(trace, lengths) is not None:
+        raise port_error(
+            "the lengths of packed sequences depend on the program's inputs",
+            code="TPU203",
+            remedy=(
+                "pass them as a list of Python numbers (each list is a program of its own), or run"
+                " the padded batch and select what each sequence needs"
+            ),
+        )
+    if traced(trace, x) is None:
         return NotImplemented
     counts = backend.to_numpy_array(lengths)
     if (counts <= 0).any() or (np.diff(counts) > 0).any():

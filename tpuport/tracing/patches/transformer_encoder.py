@@ -74,18 +74,19 @@ def _nested(
     is_causal: bool | None,
 ) -> torch.Tensor:
     """Run the layers with the mask; padded rows of a mask that pads at the end become zeros."""
-    padding = functional._canonical_mask(
+    added = functional._canonical_mask(
         padding, "src_key_padding_mask", None, "mask", src.dtype, check_other=False
     )
-    real = padding.logical_not()
+    assert added is not None
+    real = added.logical_not()
     nests = (real[:, 1:] <= real[:, :-1]).all()
     if not getattr(encoder, "mask_check", True):
         # Eager then takes as many rows from the front as the mask keeps.
         real = torch.arange(src.shape[1], device=src.device) < real.sum(-1, keepdim=True)
-        padding = torch.zeros_like(padding).masked_fill(~real, float("-inf"))
+        added = torch.zeros_like(added).masked_fill(~real, float("-inf"))
         nests = torch.ones_like(nests)
     out = src
     for layer in encoder.layers:
-        out = layer(out, src_mask=None, is_causal=bool(is_causal), src_key_padding_mask=padding)
+        out = layer(out, src_mask=None, is_causal=bool(is_causal), src_key_padding_mask=added)
     out = torch.where(nests & ~real[..., None], 0.0, out)
     return out if encoder.norm is None else encoder.norm(out)
