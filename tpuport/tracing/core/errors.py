@@ -119,11 +119,16 @@ def _suppressed(call: ast.expr) -> list[ast.expr]:
 
 
 def port_error(
-    message: str, *, code: str | None = None, remedy: str, cause: BaseException | None = None
+    message: str,
+    *,
+    code: str | None = None,
+    remedy: str,
+    cause: BaseException | None = None,
+    site: tuple[str, int] | None = None,
 ) -> PortError:
-    """Return a PortError at the user's line that is running now."""
-    site = user_site()
-    file, line = (site[0], site[1]) if site else (None, None)
+    """Return a PortError at the user's line that is running now, or at a line that ran before."""
+    place = site or user_site()
+    file, line = place[:2] if place else (None, None)
     source = linecache.getline(file, line).strip() if file and line else None
     error = PortError(message, code=code, file=file, line=line, source_line=source, remedy=remedy)
     error.__cause__ = cause

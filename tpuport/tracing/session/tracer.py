@@ -248,7 +248,7 @@ class Tracer:
         assert explorer is not None
         if self.hooked is not None and self.master is not None:
             values = self.hooked(trace, dict(self.master.named_parameters()), values)
-        with host_randomness.unchanged(roots):
+        with host_randomness.unchanged(roots, self.plan):
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
