@@ -12,7 +12,7 @@ import jax
 
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, merge
+from tpuport.tracing.control_flow.merge import Forced, merge, place_of
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
@@ -32,6 +32,8 @@ class Unit:
     # The branch that ended this run. The user's code may have caught it, by a bare `except` or by
     # a `finally` that returns or raises.
     undecided: UndecidedBranch | None = None
+    # The numbers that were chosen in this run, by the id of their value.
+    numbers: dict[int, tuple[jax.Array, int]] = field(default_factory=dict)
 
 
 class Explorer:
@@ -66,6 +68,19 @@ class Explorer:
             unit.undecided = UndecidedBranch(value, user_line())
             raise unit.undecided
         raise RestartTrace(explore=self._innermost())
+
+    def choose(self, value: jax.Array, low: int, high: int) -> int:
+        """Return a traced number on the path being explored; there is one for each number."""
+        known = self.units[-1].numbers.get(id(value)) if self.units else None
+        if known is not None:
+            return known[1]
+        first, last = low, high
+        while first < last:
+            middle = (first + last) // 2
+            first, last = (first, middle) if self.explore(value <= middle) else (middle + 1, last)
+        if self.units:
+            self.units[-1].numbers[id(value)] = (value, first)
+        return first
 
     def _innermost(self) -> str:
         """Return the innermost call that is explored by itself."""
@@ -104,7 +119,12 @@ class Explorer:
             self.outside = before
 
     def _explore(
-        self, unit: Unit, thunk: Callable[[], Any], snapshot: Snapshot, path: tuple[bool, ...]
+        self,
+        unit: Unit,
+        thunk: Callable[[], Any],
+        snapshot: Snapshot,
+        path: tuple[bool, ...],
+        site: str = "?",
     ) -> Any:
         draws = self.trace.draws
         while True:
@@ -112,13 +132,18 @@ class Explorer:
             if unit.runs > _MAX_RUNS or len(path) > _MAX_BRANCHES:
                 raise port_error(
                     f"{unit.name} branches on traced values along too many paths (more than"
-                    f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs)",
+                    f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs); this is the"
+                    " last branch",
                     code="TPU101",
-                    remedy="use torch.where for the choice, or make the condition a Python value",
+                    remedy="use torch.where for the choice, or make the condition a Python value;"
+                    " in code that is not yours, leave the class to eager PyTorch: `tpuport run"
+                    " --eager NAME`",
+                    site=place_of(site),
                 )
             snapshot.restore()
             self.trace.draws = draws
             unit.path, unit.position = path, 0
+            unit.numbers.clear()
             self.units.append(self.units.pop(self.units.index(unit)))
             depth, refusal = len(self.calls), self.trace.recorder.refusal
             unit.undecided = None
@@ -142,8 +167,8 @@ class Explorer:
             merged = merge(
                 self.trace,
                 pending.value,
-                lambda: self._explore(unit, thunk, snapshot, (*prefix, True)),  # noqa: B023
-                lambda: self._explore(unit, thunk, snapshot, (*prefix, False)),  # noqa: B023
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, True), pending.site),  # noqa: B023
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, False), pending.site),  # noqa: B023
                 site=pending.site,
                 snapshot=snapshot,
             )

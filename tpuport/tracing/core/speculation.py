@@ -52,7 +52,8 @@ class SpeculationLog:
     module calls to run once for each outcome. `within` are those whose branches belong to the call
     around them, which catches what they raise. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
-    became state. `watch_draws` says whether to find the line that draws from a host's generator.
+    became state. `watch_draws` says whether to find the line that draws from a host's generator,
+    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -60,6 +61,7 @@ class SpeculationLog:
     within: set[str] = field(default_factory=set)
     host_state: bool = False
     watch_draws: bool = False
+    chooses: bool = False
     numbers: set[str] = field(default_factory=set)
     host_args: frozenset[int] = frozenset()
     widened: int = 0
@@ -77,6 +79,17 @@ class SpeculationLog:
             return False
         self.host_args = choices[self.widened]
         self.widened += 1
+        return True
+
+    def try_more(self, candidates: list[int]) -> bool:
+        """Make the next choice of arguments concrete, and at last explore numbers one by one.
+
+        Return False when all was tried.
+        """
+        if self.chooses:
+            return False
+        if not self.widen(candidates):
+            self.chooses = True
         return True
 
     def learn(self, restart: RestartTrace) -> None:

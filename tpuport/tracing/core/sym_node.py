@@ -197,7 +197,7 @@ class NumberNode:
         del file, line
         if self.low == self.high:
             return int(self.low)
-        return concrete_number(self.value, int)
+        return concrete_number(self.value, int, self.low, self.high)
 
     def guard_float(self, file: builtins.str, line: int) -> float:
         del file, line
@@ -230,6 +230,11 @@ class NumberNode:
             raise_if(lambda: jnp.isnan(self.value), ValueError(nan))
             raise_if(lambda: jnp.isinf(self.value), OverflowError(infinite))
         return rounding(self.value).astype(jnp.int32)
+
+    def function(self, operation: Callable[..., jax.Array], *others: "NumberNode") -> "NumberNode":
+        """Return a function of this number and others, computed as floats."""
+        values = [node.value.astype(jnp.float32) for node in (self, *others)]
+        return NumberNode(operation(*values), float)
 
     def neg(self) -> "NumberNode":
         expr = self.expr.times(-1) if self.expr is not None else None

@@ -136,7 +136,8 @@ class Tracer:
                 self._learn(restart)
             except PortError as error:
                 refused = refused or error
-                if error.code not in _NEEDS_VALUE or not self.plan.widen(request.candidates):
+                needs = error.code in _NEEDS_VALUE
+                if not (needs and self.plan.try_more(request.candidates)):
                     raise refused from None
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 if not self.dynamic or isinstance(error, UsageError):
@@ -144,7 +145,7 @@ class Tracer:
                 # The code is right in eager mode: a traced number or size was used where Python
                 # needs its value, such as in an index or a dict key.
                 refused = refused or _needs_number(error)
-                if not self.plan.widen(request.candidates):
+                if not self.plan.try_more(request.candidates):
                     raise refused from error
         msg = (
             f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
