@@ -332,6 +332,7 @@ def _rebuild_merged(
             leaves.append(one)
         else:
             leaves.append(sym_numbers.number(value, meta, *_bounds(one, other)))
+            trace.has_numbers = trace.dynamic = True  # as `.item()` does
     rebuilt = pytree.unflatten(a.spec, leaves)
     if snapshot is None:
         return rebuilt

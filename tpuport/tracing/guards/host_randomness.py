@@ -124,33 +124,41 @@ def restored(roots: list[Any]) -> Iterator[None]:
 
 
 class _Watch:
-    """A profiler that finds the line of the user's code that draws from a generator first."""
+    """A trace function of Python that finds the line of the user's code that draws first."""
 
     def __init__(self, states: _States) -> None:
         self._states = states
+        self._lines: dict[FrameType, int] = {}
         self.site: tuple[str, int] | None = None
 
-    def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
-        if self.site is not None or event not in ("return", "c_return"):
-            return
-        ours = None if _is_library(frame.f_code.co_filename) else frame
-        if ours is None and event == "return" and frame.f_back is not None:
-            ours = None if _is_library(frame.f_back.f_code.co_filename) else frame.f_back
-        if ours is not None and self._states.drawn() is not None:
-            self.site = ours.f_code.co_filename, ours.f_lineno
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Follow the lines of the user's functions; the innermost is the first to notice."""
+        del arg
+        if self.site is not None or _is_library(frame.f_code.co_filename):
+            return None
+        ran = self._lines.get(frame, frame.f_lineno)
+        self._lines[frame] = frame.f_lineno
+        if event in ("line", "return") and self._states.drawn() is not None:
+            self.site = frame.f_code.co_filename, ran
+        if event == "return":
+            del self._lines[frame]
+        return self
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Look at each call that returns to the user's code inside the block."""
-        before = sys.getprofile()
-        sys.setprofile(self)
+        """Look at each line that runs inside the block."""
+        before = sys.gettrace()
+        sys.settrace(self)
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.settrace(before)
 
 
-_is_library = functools.cache(is_inside)
+@functools.cache
+def _is_library(file: str) -> bool:
+    is_made = file.startswith("<") and not file.startswith(("<stdin", "<ipython"))
+    return is_made or is_inside(file)
 
 
 @contextlib.contextmanager
