@@ -126,6 +126,30 @@ def _add(leaves: list[TracedTensor], grads: list[Any], *, graph: bool) -> None:
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
 
 
+_ATTRIBUTES = vars(torch._C.TensorBase)
+
+
+@function(_ATTRIBUTES["grad"].__get__)
+def _grad_of(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None or tensor._is_given else tensor.grad
+
+
+@function(torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__)
+def _requires_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """Make a leaf of a constant: what is computed from it is part of the program from here on."""
+    tensor, wanted = args[0], [*args[1:], *kwargs.values(), True][0]
+    if isinstance(tensor, TracedTensor):
+        return NotImplemented
+    known = trace.alias(tensor)
+    if known is None and wanted and not isinstance(tensor, torch.nn.Parameter):
+        known = trace.as_leaf(tensor)
+    if known is None:
+        return NotImplemented
+    known.requires_grad_(wanted)
+    return tensor if func is torch.Tensor.requires_grad_ else None
+
+
 @function(torch.Tensor.retain_grad)
 def _retain_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])

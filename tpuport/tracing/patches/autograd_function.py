@@ -126,8 +126,8 @@ class _FunctionCall:
         self.saved_outputs: list[int | None] = []
         # What the backward reads besides: weights of modules that it calls.
         self.bound = BoundTensors(trace, ())
-        # For each saved tensor, the one of those that it is.
-        self.saved_bound: list[TracedTensor | None] = []
+        # For each saved tensor, the one of those that it is, or a constant of the host.
+        self.saved_given: list[torch.Tensor | None] = []
         self.saved_seen: list[bool] = []
         self.keys: KeyStream | None = None
         self.residual_kinds: Any = None
@@ -140,7 +140,7 @@ class _FunctionCall:
         metas = [[(m.shape, m.dtype) for m in some] for some in (self.metas, self.saved)]
         contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
         key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
-        return [*key, self.bound.tensors]
+        return [*key, self.bound.tensors, self.saved_given]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward and return its outputs."""
@@ -178,7 +178,7 @@ class _FunctionCall:
         roots = [one for spec in specs for one in pytree.statics_of(spec)]
         self.bound = BoundTensors(self.trace, [*roots, self.cls.forward, self.cls.backward])
         self.saved = [meta_of(leaf) for leaf in kept]
-        self.saved_bound = [leaf if leaf in self.bound else None for leaf in kept]
+        self.saved_given = [self._given(leaf) for leaf in kept]
         given = {id(tensor) for tensor in tensors}
         self.saved_seen = [id(leaf) in given and leaf.requires_grad for leaf in kept]
         position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
@@ -258,8 +258,14 @@ class _FunctionCall:
         for tensor, seen in zip(made, self.saved_seen, strict=True):
             if seen:
                 tensor._own_flow = Flow.SEEN
-        pairs = zip(made, self.saved_bound, strict=True)
-        return [one if bound is None else bound for one, bound in pairs]
+        pairs = zip(made, self.saved_given, strict=True)
+        return [one if given is None else given for one, given in pairs]
+
+    def _given(self, leaf: Any) -> torch.Tensor | None:
+        """Return a saved tensor that the backward reads as the same object."""
+        is_host = isinstance(leaf, torch.Tensor) and not isinstance(leaf, TracedTensor)
+        constant = is_host and not leaf.requires_grad and self.trace.alias(leaf) is None
+        return leaf if constant or leaf in self.bound else None
 
     def _cotangent(self, index: int, grad: Any, meta: torch.Tensor) -> Any:
         """Return an argument's cotangent, of its size as autograd makes it; None is zero."""

@@ -106,4 +106,8 @@ class FunctionMode(TorchFunctionMode):
                 return result
         if func in _READS:
             self.trace.note_reads(args[:1])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("requires_grad") is True and type(result) is torch.Tensor:
+            # A leaf that is made with a gradient, as torch.zeros can.
+            FUNCTIONS[torch.Tensor.requires_grad_](self.trace, func, (result,), {})
+        return result
