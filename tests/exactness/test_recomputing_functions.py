@@ -189,7 +189,76 @@ class Penalty(nn.Module):
         return score + penalty, leaf.grad, hidden.grad
 
 
-MODELS = [Checkpointed, Reversible, Hooked, Penalty]
+class _Adjoint(torch.autograd.Function):
+    """An ODE whose backward integrates back, as torchdiffeq does; its times are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, field: Any, y: torch.Tensor, times: torch.Tensor, *weights: Any) -> Any:
+        ctx.field = field
+        with torch.no_grad():
+            states = [y]
+            for a, b in zip(times[:-1], times[1:], strict=True):
+                states.append(states[-1] + (b - a) * field(a, states[-1]))
+        out = torch.stack(states)
+        ctx.save_for_backward(times, out, *weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> Any:
+        times, out, *weights = ctx.saved_tensors
+        assert all(times[1:] > times[:-1])  # decided on the host
+        adjoint, total = grads[-1], [torch.zeros_like(w) for w in weights]
+        for i in range(len(times) - 2, -1, -1):
+            step = float(times[i + 1] - times[i])
+            with torch.enable_grad():
+                t = times[i].detach().requires_grad_(True)
+                y = out[i].detach().requires_grad_(True)
+                value = ctx.field(t, y)
+                of_time, of_y, *of_weights = torch.autograd.grad(
+                    value, (t, y, *weights), adjoint, allow_unused=True, retain_graph=True
+                )
+            adjoint = adjoint + step * of_y + grads[i] + 0 * of_time
+            pairs = zip(total, of_weights, strict=True)
+            total = [w if g is None else w + step * g for w, g in pairs]
+        return None, adjoint, None, *total
+
+
+class Integrated(nn.Module):
+    """A neural ODE by its adjoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def _field(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.net(y).tanh() * torch.cos(t)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        times = torch.linspace(0, 1, 4)
+        return _Adjoint.apply(self._field, x, times, *self.parameters())
+
+
+class Constants(nn.Module):
+    """Gradients with respect to constants that were made leaves, none of whose aliases are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b, c = torch.ones(4, requires_grad=True), torch.ones(4), torch.linspace(0, 1, 4)
+        b.requires_grad = True
+        leaf = c.detach().requires_grad_()
+        score = (x * a * self.weight * b.exp() * leaf.sin()).sum()
+        found = torch.autograd.grad(score, [a, leaf], create_graph=True)
+        score.backward(inputs=[b], retain_graph=True)
+        assert leaf.requires_grad
+        assert leaf.is_leaf
+        assert not c.requires_grad
+        return score, found[0], found[1], b.grad * sum(1 for value in c if value > 0.4)
+
+
+MODELS = [Checkpointed, Reversible, Hooked, Penalty, Integrated, Constants]
 
 
 def _loss(out: Any) -> Any:
@@ -238,7 +307,9 @@ def test_training_steps_and_scripts_are_those_of_eager(build: type[nn.Module]):
     eager, script, trained = models
     ported = tpuport.convert(trained)
     step = make_train_step(
-        ported, lambda m, b: _loss(m(b)), from_torch(ported, torch.optim.SGD(trained.parameters(), 1e-3))
+        ported,
+        lambda m, b: _loss(m(b)),
+        from_torch(ported, torch.optim.SGD(trained.parameters(), 1e-3)),
     )
     state = step.init(seed=0)
     for model in (eager, script):

@@ -135,7 +135,9 @@ def _of_math(x: torch.Tensor) -> torch.Tensor:
 def test_math_functions_are_those_of_python():
     ported = tpuport.convert(_of_math, verify=False)
     for given in ([0.3, 0.4], [0.75, 0.125]):
-        for got, want in zip(ported(torch.tensor(given)), _of_math(torch.tensor(given)), strict=True):
+        for got, want in zip(
+            ported(torch.tensor(given)), _of_math(torch.tensor(given)), strict=True
+        ):
             torch.testing.assert_close(tpuport.to_torch(got), want, rtol=2e-5, atol=1e-6)
 
 

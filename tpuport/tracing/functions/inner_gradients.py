@@ -142,7 +142,8 @@ def _requires_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(tensor, TracedTensor):
         return NotImplemented
     known = trace.alias(tensor)
-    if known is None and wanted and not isinstance(tensor, torch.nn.Parameter):
+    plain = not (tensor.is_meta or isinstance(tensor, torch.nn.Parameter))
+    if known is None and wanted and plain:
         known = trace.as_leaf(tensor)
     if known is None:
         return NotImplemented

@@ -126,7 +126,9 @@ class _Hooked(torch.autograd.Function):
 
 def _name(hook: Any) -> str:
     code = getattr(hook, "__code__", None)
-    where = f" at {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+    where = (
+        f" at {code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
+    )
     return getattr(hook, "__qualname__", type(hook).__name__) + where
 
 

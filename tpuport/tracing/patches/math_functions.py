@@ -66,7 +66,9 @@ def _nodes(args: tuple[Any, ...]) -> list[NumberNode] | None:
     found = [_node(arg) for arg in args]
     if not any(isinstance(node, NumberNode) for node in found):
         return None
-    plain = [NumberNode(float(a), float) if n is None else n for a, n in zip(args, found, strict=True)]
+    plain = [
+        NumberNode(float(a), float) if n is None else n for a, n in zip(args, found, strict=True)
+    ]
     return plain
 
 
@@ -92,9 +94,7 @@ def _check(result: jax.Array, given: list[jax.Array]) -> None:
     # Where a logarithm or a power of zero has a pole Python calls that the domain too.
     at_zero = given[0] == 0
     raise_if(lambda: finite & jnp.isinf(result) & at_zero, ValueError("math domain error"))
-    raise_if(
-        lambda: finite & jnp.isinf(result) & ~at_zero, OverflowError("math range error")
-    )
+    raise_if(lambda: finite & jnp.isinf(result) & ~at_zero, OverflowError("math range error"))
 
 
 def _truth(name: str, operation: Callable[[jax.Array], jax.Array]) -> Callable[[Any], Any]:
