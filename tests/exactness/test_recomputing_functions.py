@@ -5,6 +5,7 @@ Contents:
     test_refused_*    what would leave a gradient, or state, outside of the program
 """
 
+import itertools
 import warnings
 from typing import Any
 
@@ -197,7 +198,7 @@ class _Adjoint(torch.autograd.Function):
         ctx.field = field
         with torch.no_grad():
             states = [y]
-            for a, b in zip(times[:-1], times[1:], strict=True):
+            for a, b in itertools.pairwise(times):
                 states.append(states[-1] + (b - a) * field(a, states[-1]))
         out = torch.stack(states)
         ctx.save_for_backward(times, out, *weights)

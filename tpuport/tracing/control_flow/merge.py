@@ -323,7 +323,7 @@ def _rebuild_merged(
     leaves: list[Any] = []
     for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
         one, other = a.leaves[index], b.leaves[index]
-        if one is other and _is_from_outside(one, a) or _is_same_state(one, other):
+        if (one is other and _is_from_outside(one, a)) or _is_same_state(one, other):
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
             flow = max(a.flows[index], b.flows[index])
