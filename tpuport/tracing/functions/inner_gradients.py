@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import torch
+from torch._C._functorch import peek_interpreter_stack
 
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
@@ -142,8 +143,9 @@ def _requires_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(tensor, TracedTensor):
         return NotImplemented
     known = trace.alias(tensor)
-    plain = not (tensor.is_meta or isinstance(tensor, torch.nn.Parameter))
-    if known is None and wanted and plain:
+    plain = type(tensor) is torch.Tensor and not tensor.is_meta
+    # Inside torch.func a tensor stands for another one, and torch takes the derivative.
+    if known is None and wanted and plain and peek_interpreter_stack() is None:
         known = trace.as_leaf(tensor)
     if known is None:
         return NotImplemented
