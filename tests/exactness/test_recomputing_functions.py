@@ -13,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
+from torch.autograd import functional
 
 import tpuport
 from tests.exactness.scenario import normal
@@ -387,3 +388,33 @@ def test_refused_with_a_remedy(name: str):
     with pytest.raises(PortError, match=message) as refused:
         jax.jit(jax.grad(loss))(ported.params)
     assert refused.value.code == "TPU403"
+
+
+class Transformed(nn.Module):
+    """Transformations of torch.func and torch.autograd.functional around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def run(y: torch.Tensor) -> torch.Tensor:
+            return self.layer(y).tanh()
+
+        def of_weights(weights: Any) -> torch.Tensor:
+            return func.functional_call(self.layer, weights, (x,)).tanh().sum()
+
+        weights = dict(self.layer.named_parameters())
+        return (
+            func.grad(lambda y: run(y).sum())(x) + func.vmap(run)(x),
+            func.vjp(run, x)[1](torch.ones_like(x))[0],
+            func.grad(of_weights)(weights)["weight"] + func.jacrev(run)(x).sum(),
+            functional.hessian(lambda y: run(y).sum(), x, create_graph=True).sum((2, 3)),
+        )
+
+
+def test_transformations_inside_a_program_are_those_of_eager():
+    torch.manual_seed(0)
+    ported = tpuport.convert(Transformed())
+    ported.verify(X)  # gradients too
+    assert any(one.path == "grad.layer.weight" for one in ported.report.parity)

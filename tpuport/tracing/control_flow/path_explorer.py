@@ -163,12 +163,13 @@ class Explorer:
                 for storage, value, _ in effects.before.values():
                     storage.set(value)
             prefix = tuple(unit.path[: unit.position])
-            self.branches[pending.site] = f"both outcomes explored in {unit.name}"
+            site = pending.site
+            self.branches[site] = f"both outcomes explored in {unit.name}"
             merged = merge(
                 self.trace,
                 pending.value,
-                lambda: self._explore(unit, thunk, snapshot, (*prefix, True), pending.site),  # noqa: B023
-                lambda: self._explore(unit, thunk, snapshot, (*prefix, False), pending.site),  # noqa: B023
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, True), site),  # noqa: B023
+                lambda: self._explore(unit, thunk, snapshot, (*prefix, False), site),  # noqa: B023
                 site=pending.site,
                 snapshot=snapshot,
             )

@@ -325,7 +325,7 @@ def _kind(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
+def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[TracedTensor]:
     pairs = zip(values, metas, strict=True)
     return [wrap(v, m.dtype, trace=trace, flow=Flow.HIDDEN) for v, m in pairs]
 
