@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -335,7 +335,7 @@ def _conjugate(gradients: Any) -> Any:
     return jax.tree.map(lambda g: g.conj() if jax.numpy.iscomplexobj(g) else g, gradients)
 
 
-def _backward(cls: Any, context: _Context, grads: list[torch.Tensor]) -> Any:
+def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor]) -> Any:
     backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
     return backward(context, grads) if cls.boxed_grads_call else backward(context, *grads)
 
