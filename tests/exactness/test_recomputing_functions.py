@@ -5,6 +5,7 @@ Contents:
     test_refused_*    what would leave a gradient, or state, outside of the program
 """
 
+import itertools
 import warnings
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import func, nn
+from torch.autograd import functional
 
 import tpuport
 from tests.exactness.scenario import normal
@@ -189,7 +191,76 @@ class Penalty(nn.Module):
         return score + penalty, leaf.grad, hidden.grad
 
 
-MODELS = [Checkpointed, Reversible, Hooked, Penalty]
+class _Adjoint(torch.autograd.Function):
+    """An ODE whose backward integrates back, as torchdiffeq does; its times are constants."""
+
+    @staticmethod
+    def forward(ctx: Any, field: Any, y: torch.Tensor, times: torch.Tensor, *weights: Any) -> Any:
+        ctx.field = field
+        with torch.no_grad():
+            states = [y]
+            for a, b in itertools.pairwise(times):
+                states.append(states[-1] + (b - a) * field(a, states[-1]))
+        out = torch.stack(states)
+        ctx.save_for_backward(times, out, *weights)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grads: torch.Tensor) -> Any:
+        times, out, *weights = ctx.saved_tensors
+        assert all(times[1:] > times[:-1])  # decided on the host
+        adjoint, total = grads[-1], [torch.zeros_like(w) for w in weights]
+        for i in range(len(times) - 2, -1, -1):
+            step = float(times[i + 1] - times[i])
+            with torch.enable_grad():
+                t = times[i].detach().requires_grad_(True)
+                y = out[i].detach().requires_grad_(True)
+                value = ctx.field(t, y)
+                of_time, of_y, *of_weights = torch.autograd.grad(
+                    value, (t, y, *weights), adjoint, allow_unused=True, retain_graph=True
+                )
+            adjoint = adjoint + step * of_y + grads[i] + 0 * of_time
+            pairs = zip(total, of_weights, strict=True)
+            total = [w if g is None else w + step * g for w, g in pairs]
+        return None, adjoint, None, *total
+
+
+class Integrated(nn.Module):
+    """A neural ODE by its adjoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.unused = nn.Linear(4, 4), nn.Linear(2, 2)
+
+    def _field(self, t: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.net(y).tanh() * torch.cos(t)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        times = torch.linspace(0, 1, 4)
+        return _Adjoint.apply(self._field, x, times, *self.parameters())
+
+
+class Constants(nn.Module):
+    """Gradients with respect to constants that were made leaves, none of whose aliases are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 5.0))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b, c = torch.ones(4, requires_grad=True), torch.ones(4), torch.linspace(0, 1, 4)
+        b.requires_grad = True
+        leaf = c.detach().requires_grad_()
+        score = (x * a * self.weight * b.exp() * leaf.sin()).sum()
+        found = torch.autograd.grad(score, [a, leaf], create_graph=True)
+        score.backward(inputs=[b], retain_graph=True)
+        assert leaf.requires_grad
+        assert leaf.is_leaf
+        assert not c.requires_grad
+        return score, found[0], found[1], b.grad * sum(1 for value in c if value > 0.4)
+
+
+MODELS = [Checkpointed, Reversible, Hooked, Penalty, Integrated, Constants]
 
 
 def _loss(out: Any) -> Any:
@@ -317,3 +388,33 @@ def test_refused_with_a_remedy(name: str):
     with pytest.raises(PortError, match=message) as refused:
         jax.jit(jax.grad(loss))(ported.params)
     assert refused.value.code == "TPU403"
+
+
+class Transformed(nn.Module):
+    """Transformations of torch.func and torch.autograd.functional around a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        def run(y: torch.Tensor) -> torch.Tensor:
+            return self.layer(y).tanh()
+
+        def of_weights(weights: Any) -> torch.Tensor:
+            return func.functional_call(self.layer, weights, (x,)).tanh().sum()
+
+        weights = dict(self.layer.named_parameters())
+        return (
+            func.grad(lambda y: run(y).sum())(x) + func.vmap(run)(x),
+            func.vjp(run, x)[1](torch.ones_like(x))[0],
+            func.grad(of_weights)(weights)["weight"] + func.jacrev(run)(x).sum(),
+            functional.hessian(lambda y: run(y).sum(), x, create_graph=True).sum((2, 3)),
+        )
+
+
+def test_transformations_inside_a_program_are_those_of_eager():
+    torch.manual_seed(0)
+    ported = tpuport.convert(Transformed())
+    ported.verify(X)  # gradients too
+    assert any(one.path == "grad.layer.weight" for one in ported.report.parity)

@@ -22,7 +22,9 @@ def _xformers() -> types.ModuleType:
 
 def _flash_3(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> Any:
     """Run flash-attn 3 as diffusers' wrapped operator does: the denominators are [B, L, H]."""
-    out, lse = flash_attn_interface.flash_attn_3_func(q, k, v, *args, return_attn_probs=True, **kwargs)
+    out, lse = flash_attn_interface.flash_attn_3_func(
+        q, k, v, *args, return_attn_probs=True, **kwargs
+    )
     return out, lse.transpose(1, 2)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, merge
+from tpuport.tracing.control_flow.merge import Forced, Unlike, merge
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import current
@@ -54,7 +54,16 @@ def traced_cond(
             return lambda: function(*operands)
         return lambda: explorer.run_inside("branch", lambda: function(*operands), [operands])
 
-    merged = merge(trace, value, side(then), side(orelse), site=site, snapshot=snapshot)
+    explorer = trace.explorer
+    merged = merge(
+        *(trace, value, side(then), side(orelse)),
+        site=site,
+        snapshot=snapshot,
+        explorable=explorer is not None,
+    )
+    if isinstance(merged, Unlike) and explorer is not None:
+        # Such as an int against None: what follows is run once for each outcome.
+        return then(*operands) if explorer.explore(value) else orelse(*operands)
     if isinstance(merged, Forced):
         if trace.explorer is not None:
             trace.explorer.branches[site] = "lifted check"

@@ -4,6 +4,7 @@ Each side is run abstractly first, to see whether the two agree in structure, sh
 a side raises, the condition becomes a check and the other side is the program.
 """
 
+import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
@@ -34,6 +36,13 @@ class Forced:
     outcome: bool
     failed: jax.Array
     error: Exception
+
+
+@dataclass
+class Unlike:
+    """The two outcomes of a branch that no single program can give, and why."""
+
+    problem: str
 
 
 @dataclass
@@ -58,10 +67,12 @@ def merge(
     *,
     site: str,
     snapshot: Snapshot | None = None,
+    explorable: bool = False,
 ) -> Any:
     """Run both sides of a branch as one `lax.cond`.
 
-    Return `Forced` if one side raises: the caller makes the condition a check.
+    Return `Forced` if one side raises: the caller makes the condition a check. Return `Unlike` if
+    the sides differ and the branch is `explorable`: the caller explores what follows it.
 
     Raises:
         PortError: the sides differ in structure, shape, dtype or Python values.
@@ -74,7 +85,21 @@ def merge(
     if forced is not None:
         return forced
     written = _written_union(sides)
-    _check_sides(sides, site)
+    problem = _check_sides(sides, site)
+    if problem is not None and explorable:
+        if snapshot is not None:
+            snapshot.restore()
+        return Unlike(problem)
+    if problem is not None:
+        raise port_error(
+            problem,
+            code="TPU101",
+            remedy=(
+                "make both outcomes give tensors of one shape and dtype, or decide the branch by"
+                " a Python value"
+            ),
+            place=site,
+        )
     # If the sides draw different numbers of times, how often the program drew depends on the side:
     # the counts become results of the cond.
     same_draws = all(isinstance(c, int) for c in sides[0].draws) and (
@@ -229,14 +254,22 @@ def leaf_value(leaf: Any, meta: Any, *, wide: bool = False) -> jax.Array:
             return held.astype(jnp.int64)
     if isinstance(leaf, torch.Tensor):
         return value_of(leaf)
+    if isinstance(meta, torch.Tensor) and not wide:  # the other side has a tensor here
+        value = sym_numbers.node_value(leaf) if _is_number(leaf) else jnp.asarray(leaf)
+        return value.astype(backend.jax_dtype(meta.dtype))
     value = sym_numbers.exact_value(leaf)
     if meta is None:
         return value
     with int64.scope():
-        return value.astype(sym_numbers.DTYPES[number_kind(meta)])
+        return value.astype(jnp.int64 if wide else sym_numbers.DTYPES[number_kind(meta)])
 
 
-def _check_sides(sides: list[_Side], site: str) -> None:
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, sym_numbers.SYMBOLIC)
+
+
+def _check_sides(sides: list[_Side], site: str) -> str | None:
+    """Return in what the two sides differ, and settle the kinds of numbers that they give."""
     a, b = sides
     for leaf in (*a.leaves, *b.leaves):
         if isinstance(leaf, TracedTensor) and leaf._extents is not None:
@@ -252,20 +285,23 @@ def _check_sides(sides: list[_Side], site: str) -> None:
             if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
                 same = same and x.shape == y.shape and x.dtype == y.dtype
             elif isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
-                same = False
+                tensor, kind = (x, y) if isinstance(x, torch.Tensor) else (y, x)
+                same = same and _is_like(tensor, kind)
+                a.metas[index] = b.metas[index] = tensor if same else x
             else:
                 a.metas[index] = b.metas[index] = number_kind(x, y)
-    if not same:
-        raise port_error(
-            "the two outcomes of the branch differ in structure, shape, dtype or Python values:"
-            f" {_outline(a)} against {_outline(b)}",
-            code="TPU101",
-            place=site,
-            remedy=(
-                "make both outcomes give tensors of one shape and dtype, or decide the branch by"
-                " a Python value"
-            ),
-        )
+    if same:
+        return None
+    return (
+        "the two outcomes of the branch differ in structure, shape, dtype or Python values:"
+        f" {_outline(a)} against {_outline(b)}"
+    )
+
+
+def _is_like(tensor: torch.Tensor, kind: Any) -> bool:
+    """Return whether a tensor stands for a Python number of this kind wherever one is used."""
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}
+    return not tensor.dim() and tensor.dtype == dtypes.get(_KINDS.get(kind, kind))
 
 
 def _outline(side: _Side) -> str:
@@ -279,6 +315,17 @@ def _outline(side: _Side) -> str:
 def _is_from_outside(leaf: Any, side: _Side) -> bool:
     """Return whether a result is a tensor that was there before the branch."""
     return isinstance(leaf, TracedTensor) and leaf._storage.serial not in side.created
+
+
+def _bounds(*numbers: Any) -> tuple[float, float]:
+    """Return the smallest and largest value that one of these ints may have."""
+    lows, highs = [], []
+    for number in numbers:
+        node = getattr(number, "node", None)
+        lows.append(number if node is None else node.low)
+        highs.append(number if node is None else node.high)
+    exact = all(isinstance(n, (int, torch.SymInt)) for n in numbers)
+    return (min(lows), max(highs)) if exact else (-math.inf, math.inf)
 
 
 def _is_same_state(one: Any, other: Any) -> bool:
@@ -304,7 +351,8 @@ def _rebuild_merged(
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)
         else:
-            leaves.append(sym_numbers.number(value, meta))
+            leaves.append(sym_numbers.number(value, meta, *_bounds(one, other)))
+            trace.has_numbers = trace.dynamic = True  # as `.item()` does
     rebuilt = pytree.unflatten(a.spec, leaves)
     if snapshot is None:
         return rebuilt

@@ -36,6 +36,8 @@ class Unit:
     # The branch that ended this run. The user's code may have caught it, by a bare `except` or by
     # a `finally` that returns or raises.
     undecided: UndecidedBranch | None = None
+    # The numbers that were chosen in this run, by the id of their value.
+    numbers: dict[int, tuple[jax.Array, int]] = field(default_factory=dict)
 
 
 class Explorer:
@@ -70,6 +72,19 @@ class Explorer:
             unit.undecided = UndecidedBranch(value, user_line())
             raise unit.undecided
         raise RestartTrace(explore=self._innermost())
+
+    def choose(self, value: jax.Array, low: int, high: int) -> int:
+        """Return a traced number on the path being explored; there is one for each number."""
+        known = self.units[-1].numbers.get(id(value)) if self.units else None
+        if known is not None:
+            return known[1]
+        first, last = low, high
+        while first < last:
+            middle = (first + last) // 2
+            first, last = (first, middle) if self.explore(value <= middle) else (middle + 1, last)
+        if self.units:
+            self.units[-1].numbers[id(value)] = (value, first)
+        return first
 
     def _innermost(self) -> str:
         """Return the innermost call that is explored by itself."""
@@ -118,6 +133,7 @@ class Explorer:
             snapshot.restore()
             self.trace.draws = draws
             unit.path, unit.position = path, 0
+            unit.numbers.clear()
             self.units.append(self.units.pop(self.units.index(unit)))
             depth, refusal = len(self.calls), self.trace.recorder.refusal
             unit.undecided = None
@@ -183,7 +199,8 @@ def _too_many_paths(unit: Unit) -> PortError:
         code="TPU101",
         remedy=(
             "use torch.where for the choice, or make the condition a Python value; if the line is"
-            " not yours, look for an option of its library that takes a fixed number of steps"
+            " not yours, look for an option of its library that takes a fixed number of steps, or"
+            " leave the class to eager PyTorch: `tpuport run --eager NAME`"
         ),
         place=unit.sites.most_common(1)[0][0],
     )

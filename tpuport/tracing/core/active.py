@@ -18,6 +18,7 @@ class Attempts(Protocol):
     """The part of `speculation.SpeculationLog` that others use."""
 
     host_state: bool
+    chooses: bool
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""
@@ -41,6 +42,10 @@ class Decider(Protocol):
 
     def explore(self, value: jax.Array) -> bool:
         """Return the truth of a traced value that no rewrite of the line can avoid."""
+        ...
+
+    def choose(self, value: jax.Array, low: int, high: int) -> int:
+        """Return a traced number within bounds, on the path being explored."""
         ...
 
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import math
 import sys
 from collections.abc import Callable
 from types import CodeType
@@ -82,8 +83,16 @@ def raise_if(failed: Callable[[], Any] | jax.Array, error: BaseException) -> Non
         raise error
 
 
-def concrete_number(value: jax.Array, kind: type) -> Any:
+# More choices than these would take too many paths.
+_MOST_CHOICES = 16
+
+
+def concrete_number(
+    value: jax.Array, kind: type, low: float = -math.inf, high: float = math.inf
+) -> Any:
     """Return a Python number that must be known while tracing (a size, a range, a list index).
+
+    An int within narrow bounds is explored, one path for each number, where nothing else helped.
 
     Raises:
         PortError: it depends on the program's inputs.
@@ -97,6 +106,8 @@ def concrete_number(value: jax.Array, kind: type) -> Any:
         # It may depend on the state alone: trace again with small state kept concrete.
         if not plan.host_state:
             raise RestartTrace(host_state=True)
+        if plan.chooses and kind is int and high - low < _MOST_CHOICES:
+            return trace.explorer.choose(value, int(low), int(high))
     raise port_error(
         f"a Python {kind.__name__} was made of a value that depends on the program's inputs",
         code="TPU103",

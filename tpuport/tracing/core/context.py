@@ -201,6 +201,8 @@ class Trace:
         self.first_serial = 0
         # The tensors that `backward()` gives a gradient, by id.
         self._leaves: weakref.WeakValueDictionary[int, TracedTensor] = weakref.WeakValueDictionary()
+        # Constants that became leaves, kept alive so that no id is reused.
+        self.constant_leaves: list[torch.Tensor] = []
         # While a custom backward runs: the tensors from outside that get a gradient, by id, and the
         # storages that it must not write.
         self.gathered: dict[int, TracedTensor] = {}
@@ -250,6 +252,13 @@ class Trace:
             return [tensor for tensor in self._leaves.values() if not tensor.is_leaf]
         known = (*self.substitutes.values(), *self._leaves.values())
         return list((self.gathered | {id(t): t for t in known if t.requires_grad}).values())
+
+    def as_leaf(self, tensor: torch.Tensor) -> TracedTensor:
+        """Return a traced tensor that replaces a constant, but none of its aliases."""
+        storage = Storage(jnp.asarray(backend.to_jax(tensor.detach())), self)
+        made = self.substitutes[id(tensor)] = TracedTensor(storage, (), tensor, storage.value)
+        self.constant_leaves.append(tensor)
+        return made
 
     # -- effects -----------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ class RestartTrace(BaseException):
         explore: str | None = None,
         within: str | None = None,
         host_state: bool = False,
+        watch_draws: bool = False,
     ) -> None:
         super().__init__("trace again")
         # A bare `except` in the user's code must not turn it into another path of the program.
@@ -40,7 +41,7 @@ class RestartTrace(BaseException):
         if trace is not None:
             trace.recorder.restart = trace.recorder.restart or self
         self.site, self.explore, self.host_state = site, explore, host_state
-        self.within = within
+        self.within, self.watch_draws = within, watch_draws
 
 
 @dataclass
@@ -51,13 +52,16 @@ class SpeculationLog:
     module calls to run once for each outcome. `within` are those whose branches belong to the call
     around them, which catches what they raise. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
-    became state.
+    became state. `watch_draws` says whether to find the line that draws from a host's generator,
+    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
     within: set[str] = field(default_factory=set)
     host_state: bool = False
+    watch_draws: bool = False
+    chooses: bool = False
     numbers: set[str] = field(default_factory=set)
     host_args: frozenset[int] = frozenset()
     widened: int = 0
@@ -77,6 +81,17 @@ class SpeculationLog:
         self.widened += 1
         return True
 
+    def try_more(self, candidates: list[int]) -> bool:
+        """Make the next choice of arguments concrete, and at last explore numbers one by one.
+
+        Return False when all was tried.
+        """
+        if self.chooses:
+            return False
+        if not self.widen(candidates):
+            self.chooses = True
+        return True
+
     def learn(self, restart: RestartTrace) -> None:
         """Add what a restart asks for."""
         if restart.explore is not None:
@@ -84,6 +99,7 @@ class SpeculationLog:
         if restart.within is not None:
             self.within.add(restart.within)
         self.host_state = self.host_state or restart.host_state
+        self.watch_draws = self.watch_draws or restart.watch_draws
 
     def ask_for_rewrite(self) -> None:
         """Restart to have the line that runs now rewritten, unless that was tried already.

@@ -281,7 +281,7 @@ class NumberNode:
         del file, line
         if self.low == self.high:
             return int(self.low)
-        return concrete_number(self.held, int)
+        return concrete_number(self.held, int, self.low, self.high)
 
     def guard_float(self, file: builtins.str, line: int) -> float:
         del file, line
@@ -328,13 +328,19 @@ class NumberNode:
         if self.kind is not float:
             return self if self.kind is int else NumberNode(self.held, int, self.low, self.high)
         nan, infinite = (f"cannot convert float {what} to integer" for what in _NOT_FINITE)
-        _raise_if(lambda: self.held != self.held, ValueError(nan))
-        _raise_if(lambda: jnp.abs(self.held) == math.inf, OverflowError(infinite))
+        raise_in_64(lambda: self.held != self.held, ValueError(nan))
+        raise_in_64(lambda: jnp.abs(self.held) == math.inf, OverflowError(infinite))
         with int64.scope():
             whole = rounding(self.exact())
             value = whole.astype(jnp.int64)
         int64.refuse_if(lambda: beyond_int64(whole), _BEYOND)
         return NumberNode(value, int, low, high)
+
+    def function(self, operation: Callable[..., jax.Array], *others: "NumberNode") -> "NumberNode":
+        """Return a function of this number and others, computed as Python's floats."""
+        with int64.scope():
+            values = [node.sym_float().exact() for node in (self, *others)]
+            return NumberNode(operation(*values), float)
 
     def neg(self) -> "NumberNode":
         expr = self.expr.times(-1) if self.expr is not None else None
@@ -509,7 +515,9 @@ def _is_long(array: jax.Array) -> bool:
 _INTEGERS_ONLY = {"lshift", "rshift", "bitwise_and", "bitwise_or", "bitwise_xor"}
 
 
-def _raise_if(failed: Callable[[], jax.Array], error: BaseException) -> None:
+def raise_in_64(failed: Callable[[], jax.Array], error: BaseException) -> None:
+    """Raise an error of eager PyTorch at the call where `failed`, computed in 64 bits, holds."""
+
     def scoped() -> jax.Array:
         with int64.scope():
             return failed()
@@ -520,12 +528,12 @@ def _raise_if(failed: Callable[[], jax.Array], error: BaseException) -> None:
 def _refuse_operands(name: str, a: NumberNode, b: NumberNode) -> None:
     """Raise what Python raises for the operands of an operation."""
     if name in _DIVISIONS and b.low <= 0 <= b.high:
-        _raise_if(lambda: b.held == 0, ZeroDivisionError("division by zero"))
+        raise_in_64(lambda: b.held == 0, ZeroDivisionError("division by zero"))
     if name in ("lshift", "rshift") and b.low < 0:
-        _raise_if(lambda: b.held < 0, ValueError("negative shift count"))
+        raise_in_64(lambda: b.held < 0, ValueError("negative shift count"))
     if name == "float_pow":
         message = "0.0 cannot be raised to a negative power"
-        _raise_if(lambda: (a.held == 0) & (b.held < 0), ZeroDivisionError(message))
+        raise_in_64(lambda: (a.held == 0) & (b.held < 0), ZeroDivisionError(message))
 
 
 def _refuse_power(a: NumberNode, b: NumberNode, value: jax.Array) -> None:
@@ -538,7 +546,7 @@ def _refuse_power(a: NumberNode, b: NumberNode, value: jax.Array) -> None:
     message = "a power that Python makes complex"
     int64.refuse_if(lambda: finite() & jnp.isnan(value), message, remedy)
     error = OverflowError(34, "Numerical result out of range")
-    _raise_if(lambda: finite() & (a.held != 0) & (jnp.abs(value) == math.inf), error)
+    raise_in_64(lambda: finite() & (a.held != 0) & (jnp.abs(value) == math.inf), error)
 
 
 def _refuse_beyond(name: str, a: jax.Array, b: jax.Array) -> None:
@@ -617,11 +625,6 @@ for _name, _operation in (
     )
 
 
-def _function(node: NumberNode, operation: Callable[[jax.Array], jax.Array]) -> NumberNode:
-    with int64.scope():
-        return NumberNode(operation(node.sym_float().exact()), float)
-
-
 for _name in (
     "sqrt",
     "cos",
@@ -640,4 +643,4 @@ for _name in (
     _operation = getattr(
         jnp, {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(_name, _name)
     )
-    setattr(NumberNode, f"sym_{_name}", lambda self, _op=_operation: _function(self, _op))
+    setattr(NumberNode, f"sym_{_name}", lambda self, _op=_operation: self.function(_op))

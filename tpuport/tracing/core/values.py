@@ -98,8 +98,10 @@ def flow_of(tensors: list[Any]) -> Flow:
     """Return how derivatives pass through the result of an op on these operands."""
     if not torch.is_grad_enabled():
         return Flow.STOPPED
-    flows = (t._flow for t in tensors if isinstance(t, TracedTensor))
-    return max(flows, default=Flow.STOPPED)
+    trace = current()
+    known = {} if trace is None else trace.substitutes
+    given = (t if isinstance(t, TracedTensor) else known.get(id(t)) for t in tensors)
+    return max((t._flow for t in given if t is not None), default=Flow.STOPPED)
 
 
 def grad_frozen(tensors: list[torch.Tensor]) -> bool:

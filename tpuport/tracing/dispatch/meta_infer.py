@@ -86,7 +86,7 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             return func(*meta_args, **meta_kwargs)
         except RuntimeError as error:
-            if "same device" not in str(error):
+            if not any(text in str(error) for text in ("same device", "expected device meta")):
                 raise
             # Some ops take no 0-d CPU tensor beside meta tensors.
             return func(*(map_tensors(meta_of, a) for a in meta_args), **meta_kwargs)

@@ -3,6 +3,7 @@
 C++ would ask a traced value for a Python number, or act outside the program.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -61,7 +62,8 @@ def _number(kind: type) -> Handler:
                 f" {tuple(tensor.shape)}"
             )
             raise TypeError(msg)
-        return concrete_number(tensor._elem.reshape(()), kind)
+        low, high = tensor._bounds or (-math.inf, math.inf)
+        return concrete_number(tensor._elem.reshape(()), kind, low, high)
 
     return handler
 

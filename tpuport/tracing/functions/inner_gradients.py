@@ -12,6 +12,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
@@ -23,7 +24,10 @@ from tpuport.tracing.functions.registry import function, holds_traced, traced
 
 @function(torch.autograd.grad)
 def _grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if not holds_traced(trace, [*args, *kwargs.values()]):
+    given = [*args, *kwargs.values()]
+    # Of tensors inside torch.func, and of those that `torch.func.vjp` keeps, torch has the graph.
+    inside = any(map(is_functorch_wrapped_tensor, tensors_in(given)))
+    if inside or not holds_traced(trace, given):
         return NotImplemented
     return _gradients(trace, *args, **kwargs)
 
@@ -78,10 +82,12 @@ def _backward(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 def _tensor_backward(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if not holds_traced(trace, [*args, *kwargs.values()]):
         return NotImplemented
-    return _accumulate(trace, *args, **{_OF_BACKWARD.get(k, k): v for k, v in kwargs.items()})
+    return _accumulate(trace, *args, **_renamed(kwargs))
 
 
-_OF_BACKWARD = {"gradient": "grad_tensors"}
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of `Tensor.backward` by the names that `torch.autograd.backward` has."""
+    return {"grad_tensors" if name == "gradient" else name: v for name, v in options.items()}
 
 
 def _accumulate(
@@ -124,6 +130,32 @@ def _add(leaves: list[TracedTensor], grads: list[Any], *, graph: bool) -> None:
         for leaf, grad in zip(leaves, grads, strict=True):
             if grad is not None:
                 leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+
+
+_ATTRIBUTES = vars(torch._C.TensorBase)
+
+
+@function(_ATTRIBUTES["grad"].__get__)
+def _grad_of(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = traced(trace, args[0])
+    return NotImplemented if tensor is None or tensor._is_given else tensor.grad
+
+
+@function(torch.Tensor.requires_grad_, _ATTRIBUTES["requires_grad"].__set__)
+def _requires_grad(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """Make a leaf of a constant: what is computed from it is part of the program from here on."""
+    tensor, wanted = args[0], [*args[1:], *kwargs.values(), True][0]
+    if isinstance(tensor, TracedTensor):
+        return NotImplemented
+    known = trace.alias(tensor)
+    plain = type(tensor) is torch.Tensor and not tensor.is_meta
+    # Inside torch.func a tensor stands for another one, and torch takes the derivative.
+    if known is None and wanted and plain and peek_interpreter_stack() is None:
+        known = trace.as_leaf(tensor)
+    if known is None:
+        return NotImplemented
+    known.requires_grad_(wanted)
+    return tensor if func is torch.Tensor.requires_grad_ else None
 
 
 @function(torch.Tensor.retain_grad)
@@ -190,7 +222,7 @@ def _derivatives(
     replay = _Replay(values, unique)
     pull = jax.vjp(replay, *unique)[1]
     pulled = (jax.vmap(pull) if batched else pull)(cotangents)
-    known = {id(u): one for u, *one in zip(unique, pulled, replay.used, strict=True)}
+    known = {id(u): (v, used) for u, v, used in zip(unique, pulled, replay.used, strict=True)}
     made: list[torch.Tensor | None] = []
     for start, source in zip(starts, sources, strict=True):
         value, used = known[id(source)]

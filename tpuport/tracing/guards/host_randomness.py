@@ -1,16 +1,21 @@
 """Random generators of the host: restored after tracing, and refused if the trace drew from one."""
 
 import contextlib
+import functools
 import random
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tpuport.foundation import pytree
+from tpuport.foundation.user_frames import is_inside
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.tensor import TracedTensor
 
 _NUMPY = (np.random.Generator, np.random.RandomState)
@@ -91,6 +96,13 @@ class _States:
         generators = (*_GLOBAL, *map(_of, _sources(roots)))
         self.before = [(one, one.state()) for one in generators]
 
+    def drawn(self) -> str | None:
+        """Return the name of the first generator that was drawn from."""
+        return next(
+            (o.name for o, state in self.before if _comparable(o.state()) != _comparable(state)),
+            None,
+        )
+
     def restore(self) -> str | None:
         """Restore each generator that was drawn from, and return the name of the first."""
         drawn = None
@@ -111,8 +123,46 @@ def restored(roots: list[Any]) -> Iterator[None]:
         states.restore()
 
 
+class _Watch:
+    """A trace function of Python that finds the line of the user's code that draws first."""
+
+    def __init__(self, states: _States) -> None:
+        self._states = states
+        self._lines: dict[FrameType, int] = {}
+        self.site: tuple[str, int] | None = None
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Follow the lines of the user's functions; the innermost is the first to notice."""
+        del arg
+        if self.site is not None or _is_library(frame.f_code.co_filename):
+            return None
+        ran = self._lines.get(frame, frame.f_lineno)
+        self._lines[frame] = frame.f_lineno
+        if event in ("line", "return") and self._states.drawn() is not None:
+            self.site = frame.f_code.co_filename, ran
+        if event == "return":
+            del self._lines[frame]
+        return self
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look at each line that runs inside the block."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    is_made = file.startswith("<") and not file.startswith(("<stdin", "<ipython"))
+    return is_made or is_inside(file)
+
+
 @contextlib.contextmanager
-def unchanged(roots: list[Any]) -> Iterator[None]:
+def unchanged(roots: list[Any], plan: SpeculationLog) -> Iterator[None]:
     """Refuse a trace, run inside the block, that draws from a generator of the host.
 
     The generators are restored: what runs next, another attempt or eager code, draws the numbers
@@ -121,15 +171,21 @@ def unchanged(roots: list[Any]) -> Iterator[None]:
     Args:
         roots: the module and the arguments, which may refer to generators; the global generators
             are watched in any case.
+        plan: says whether to look for the line that draws, which takes time.
 
     Raises:
+        RestartTrace: the trace drew from one, and the line is not known.
         PortError: the trace drew from one.
     """
     states = _States(roots)
+    watch = _Watch(states)
     try:
-        yield
+        with watch.watching() if plan.watch_draws else contextlib.nullcontext():
+            yield
     finally:
         drawn = states.restore()
+    if drawn is not None and not plan.watch_draws:
+        raise RestartTrace(watch_draws=True)
     if drawn is not None:
         raise port_error(
             f"the function drew random numbers from {drawn} while it was traced;"
@@ -137,6 +193,9 @@ def unchanged(roots: list[Any]) -> Iterator[None]:
             code="TPU404",
             remedy=(
                 "draw them with torch (torch.rand, torch.randint), which a ported model makes"
-                " fresh at each call, or pass the torch.Generator as an argument"
+                " fresh at each call, or pass the torch.Generator as an argument; in code that is"
+                " not yours: .eval() if it draws in training only, or `tpuport run --eager NAME`,"
+                " which leaves that class to eager PyTorch"
             ),
+            site=watch.site,
         )

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -128,8 +128,8 @@ class _FunctionCall:
         self.saved_outputs: list[int | None] = []
         # What the backward reads besides: weights of modules that it calls.
         self.bound = BoundTensors(trace, ())
-        # For each saved tensor, the one of those that it is.
-        self.saved_bound: list[TracedTensor | None] = []
+        # For each saved tensor, the one of those that it is, or a constant of the host.
+        self.saved_given: list[torch.Tensor | None] = []
         self.saved_seen: list[bool] = []
         self.keys: KeyStream | None = None
         self.residual_kinds: Any = None
@@ -142,7 +142,7 @@ class _FunctionCall:
         metas = [[(m.shape, m.dtype) for m in some] for some in (self.metas, self.saved)]
         contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
         key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
-        return [*key, self.bound.tensors]
+        return [*key, self.bound.tensors, self.saved_given]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward and return its outputs."""
@@ -182,7 +182,7 @@ class _FunctionCall:
         roots = [one for spec in specs for one in pytree.statics_of(spec)]
         self.bound = BoundTensors(self.trace, [*roots, self.cls.forward, self.cls.backward])
         self.saved = [meta_of(leaf) for leaf in kept]
-        self.saved_bound = [leaf if leaf in self.bound else None for leaf in kept]
+        self.saved_given = [self._given(leaf) for leaf in kept]
         given = {id(tensor) for tensor in tensors}
         self.saved_seen = [id(leaf) in given and leaf.requires_grad for leaf in kept]
         position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
@@ -262,8 +262,14 @@ class _FunctionCall:
         for tensor, seen in zip(made, self.saved_seen, strict=True):
             if seen:
                 tensor._own_flow = Flow.SEEN
-        pairs = zip(made, self.saved_bound, strict=True)
-        return [one if bound is None else bound for one, bound in pairs]
+        pairs = zip(made, self.saved_given, strict=True)
+        return [one if given is None else given for one, given in pairs]
+
+    def _given(self, leaf: Any) -> torch.Tensor | None:
+        """Return a saved tensor that the backward reads as the same object."""
+        is_host = isinstance(leaf, torch.Tensor) and not isinstance(leaf, TracedTensor)
+        constant = is_host and not leaf.requires_grad and self.trace.alias(leaf) is None
+        return leaf if constant or leaf in self.bound else None
 
     def _cotangent(self, index: int, grad: Any, meta: torch.Tensor) -> Any:
         """Return an argument's cotangent, of its size as autograd makes it; None is zero."""
@@ -323,7 +329,7 @@ def _kind(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[torch.Tensor]:
+def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[TracedTensor]:
     pairs = zip(values, metas, strict=True)
     return [wrap(v, m.dtype, trace=trace, flow=Flow.HIDDEN) for v, m in pairs]
 
@@ -333,7 +339,7 @@ def _conjugate(gradients: Any) -> Any:
     return jax.tree.map(lambda g: g.conj() if jax.numpy.iscomplexobj(g) else g, gradients)
 
 
-def _backward(cls: Any, context: _Context, grads: list[torch.Tensor]) -> Any:
+def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor]) -> Any:
     backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
     return backward(context, grads) if cls.boxed_grads_call else backward(context, *grads)
 

@@ -62,7 +62,7 @@ def _register(trace: Trace, tensor: TracedTensor, hook: Hook) -> _Handle:
             "a hook is registered on a parameter or an argument inside the ported function; in"
             " eager PyTorch each call adds one more to it",
             code="TPU403",
-            remedy="register it once, outside, or on a tensor that the call makes: x = x.view_as(x)",
+            remedy="register it once, outside, or on a tensor that the call makes: x.view_as(x)",
         )
     if _is_used(tensor._elem):
         raise port_error(
@@ -133,7 +133,7 @@ def _name(hook: Any) -> str:
 
 
 def _is_used(value: Any) -> bool:
-    """Return whether the trace has recorded an operation through which this value has a gradient."""
+    """Return whether an operation was recorded through which this value has a gradient."""
     refuse_unrecorded(value)
     frame = getattr(getattr(value, "_trace", None), "frame", None)
     if frame is None:  # a concrete value, of which nobody takes a gradient

@@ -46,30 +46,8 @@ class ManualSeed(Shim):
             kept = getattr(new_state, "_stream", None)
             if holder is None or kept is None:
                 put(new_state)
-                return
-            owner, keys, count = kept
-            resumed = getattr(holder, "resumed", None)
-            if resumed and resumed[2] and owner is resumed[0] and keys is resumed[1]:
-                # A state that a custom function's forward kept is set in its backward.
-                if not isinstance(count, int):
-                    raise port_error(
-                        "a state of the random generator that depends on a branch is set again in"
-                        " the backward of a custom autograd function",
-                        code="TPU404",
-                        remedy="keep the state outside of the branch, or draw the numbers before",
-                    )
-                owner, keys = holder, replace(resumed[2])
-            elif owner is not holder and isinstance(holder, Trace) and resumed is None:
-                raise port_error(
-                    "a state of the random generator that an earlier call kept is set",
-                    code="TPU404",
-                    remedy="keep it within one call, or seed by torch.manual_seed",
-                )
-            # In a backward whose forward drew no numbers, nothing is drawn.
-            if owner is holder:
-                holder.keys = keys
-                if keys is not None:
-                    keys.count = count
+            else:
+                _set(holder, *kept)
 
         made = {
             "manual_seed": manual_seed,
@@ -81,3 +59,36 @@ class ManualSeed(Shim):
             for name, function in made.items()
             for owner in (torch, torch.random)
         ]
+
+
+def _set(holder: Any, owner: Any, keys: KeyStream | None, count: Any) -> None:
+    """Set the random numbers of a trace, or of eager in its place, back to a state.
+
+    Args:
+        holder: whose numbers are set.
+        owner: whose numbers the state is of.
+        keys: the stream then.
+        count: the number of draws from it then.
+    """
+    resumed = getattr(holder, "resumed", None)
+    if resumed and resumed[2] and owner is resumed[0] and keys is resumed[1]:
+        # A state that a custom function's forward kept is set in its backward.
+        if not isinstance(count, int):
+            raise port_error(
+                "a state of the random generator that depends on a branch is set again in the"
+                " backward of a custom autograd function",
+                code="TPU404",
+                remedy="keep the state outside of the branch, or draw the numbers before",
+            )
+        owner, keys = holder, replace(resumed[2])
+    if owner is holder:
+        holder.keys = keys
+        if keys is not None:
+            keys.count = count
+    elif isinstance(holder, Trace) and resumed is None:
+        raise port_error(
+            "a state of the random generator that an earlier call kept is set",
+            code="TPU404",
+            remedy="keep it within one call, or seed by torch.manual_seed",
+        )
+    # Else this is a backward whose forward drew no numbers: nothing is drawn.

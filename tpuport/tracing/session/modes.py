@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -10,7 +11,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.values import flat
+from tpuport.tracing.core.values import flat, tensors_in
 from tpuport.tracing.dispatch.dispatch import dispatch
 from tpuport.tracing.functions import general, numeric, products, rnn, sizes  # noqa: F401 - the modules of functions register themselves
 from tpuport.tracing.functions.registry import FUNCTIONS
@@ -85,6 +86,18 @@ def needs_dispatch(
     return any(trace.alias(t) is not None for t in operands)
 
 
+def _is_transformed(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Return whether torch.func stands a tensor of its own for an operand.
+
+    It takes the function apart, and its operations arrive one by one.
+    """
+    if peek_interpreter_stack() is None:
+        return False
+    return any(
+        is_functorch_wrapped_tensor(t) for t in tensors_in([*args, *(kwargs or {}).values()])
+    )
+
+
 # Functions that read a tensor's values without an ATen op.
 _READS = {torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
 
@@ -107,10 +120,14 @@ class FunctionMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         handler = FUNCTIONS.get(func)
-        if handler is not None:
+        if handler is not None and not _is_transformed(args, kwargs):
             result = handler(self.trace, func, args, kwargs or {})
             if result is not NotImplemented:
                 return result
         if func in _READS:
             self.trace.note_reads(args[:1])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if kwargs and kwargs.get("requires_grad") is True and type(result) is torch.Tensor:
+            # A leaf that is made with a gradient, as torch.zeros can.
+            FUNCTIONS[torch.Tensor.requires_grad_](self.trace, func, (result,), {})
+        return result

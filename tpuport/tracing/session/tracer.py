@@ -137,7 +137,8 @@ class Tracer:
                 self._learn(restart)
             except PortError as error:
                 refused = refused or self._placed(error, request.method)
-                if error.code not in _NEEDS_VALUE or not self.plan.widen(request.candidates):
+                needs = error.code in _NEEDS_VALUE
+                if not (needs and self.plan.try_more(request.candidates)):
                     raise refused from None
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 if not self.dynamic or isinstance(error, UsageError):
@@ -145,7 +146,7 @@ class Tracer:
                 # The code is right in eager mode: a traced number or size was used where Python
                 # needs its value, such as in an index or a dict key.
                 refused = refused or _needs_number(error)
-                if not self.plan.widen(request.candidates):
+                if not self.plan.try_more(request.candidates):
                     raise refused from error
         msg = (
             f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
@@ -258,7 +259,7 @@ class Tracer:
         assert explorer is not None
         if self.hooked is not None and self.master is not None:
             values = self.hooked(trace, dict(self.master.named_parameters()), values)
-        with host_randomness.unchanged(roots):
+        with host_randomness.unchanged(roots, self.plan):
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal

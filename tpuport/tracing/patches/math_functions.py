@@ -1,0 +1,126 @@
+"""Functions of Python's `math` on numbers that depend on the program's inputs."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.scipy import special
+
+from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.tracing.core import int64, sym_numbers
+from tpuport.tracing.core.context import current
+from tpuport.tracing.core.sym_node import NumberNode, raise_in_64
+from tpuport.tracing.core.tensor import TracedTensor, item
+
+
+def _gamma(x: jax.Array) -> jax.Array:
+    return special.gammasgn(x) * jnp.exp(special.gammaln(x))
+
+
+def _log(x: jax.Array, base: jax.Array | None = None) -> jax.Array:
+    return jnp.log(x) if base is None else jnp.log(x) / jnp.log(base)
+
+
+_FLOATS: dict[str, Callable[..., jax.Array]] = {
+    **{name: getattr(jnp, name) for name in ("sqrt", "exp", "log2", "log10", "log1p", "expm1")},
+    **{name: getattr(jnp, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")},
+    **{f"a{name}": getattr(jnp, f"arc{name}") for name in ("sin", "cos", "tan")},
+    **{f"a{name}": getattr(jnp, f"arc{name}") for name in ("sinh", "cosh", "tanh", "tan2")},
+    **{name: getattr(jnp, name) for name in ("hypot", "copysign", "fmod", "degrees", "radians")},
+    **{"fabs": jnp.abs, "pow": jnp.power, "log": _log, "gamma": _gamma, "exp2": jnp.exp2},
+    **{"cbrt": jnp.cbrt, "lgamma": special.gammaln, "erf": special.erf, "erfc": special.erfc},
+}
+_TRUTHS = {name: getattr(jnp, name) for name in ("isnan", "isinf", "isfinite")}
+
+
+class MathFunctions(Shim):
+    """`math.sqrt` and the others give a traced number of a traced one."""
+
+    TARGET = "math.sqrt"
+    REASON = "they read the value of a number in C, and a traced number has none yet"
+
+    def replacements(self) -> list[Replacement]:
+        made = [(name, _traced(name, operation)) for name, operation in _FLOATS.items()]
+        made += [(name, _truth(name, operation)) for name, operation in _TRUTHS.items()]
+        made.append(("isclose", _isclose(math.isclose)))
+        return [Replacement(math, name, function) for name, function in made]
+
+
+def _node(value: Any) -> Any:
+    """Return the node of a number, None for what is no traced number."""
+    if isinstance(value, TracedTensor):
+        value = item(value)
+    if isinstance(value, sym_numbers.SYMBOLIC):
+        return value.node
+    return None
+
+
+def _nodes(args: tuple[Any, ...]) -> list[NumberNode] | None:
+    """Return the nodes of numbers, None if no one is traced."""
+    if current() is None:
+        return None
+    found = [_node(arg) for arg in args]
+    if not any(isinstance(node, NumberNode) for node in found):
+        return None
+    plain = [
+        NumberNode(float(a), float) if n is None else n for a, n in zip(args, found, strict=True)
+    ]
+    return plain
+
+
+def _traced(name: str, operation: Callable[..., jax.Array]) -> Callable[..., Any]:
+    original = getattr(math, name)
+
+    def function(*args: Any) -> Any:
+        nodes = _nodes(args)
+        if nodes is None:
+            return original(*args)
+        result = nodes[0].function(operation, *nodes[1:])
+        with int64.scope():
+            _check(result.exact(), [node.sym_float().exact() for node in nodes])
+        return torch.SymFloat(result)
+
+    return function
+
+
+def _check(result: jax.Array, given: list[jax.Array]) -> None:
+    """Raise what Python raises where there is no result, or none that a float can hold."""
+    finite = jnp.all(jnp.stack([jnp.isfinite(one) for one in given]))
+    known = jnp.logical_not(jnp.any(jnp.stack([jnp.isnan(one) for one in given])))
+    raise_in_64(lambda: known & jnp.isnan(result), ValueError("math domain error"))
+    # Where a logarithm or a power of zero has a pole Python calls that the domain too.
+    at_zero = given[0] == 0
+    raise_in_64(lambda: finite & jnp.isinf(result) & at_zero, ValueError("math domain error"))
+    raise_in_64(lambda: finite & jnp.isinf(result) & ~at_zero, OverflowError("math range error"))
+
+
+def _truth(name: str, operation: Callable[[jax.Array], jax.Array]) -> Callable[[Any], Any]:
+    original = getattr(math, name)
+
+    def function(x: Any) -> Any:
+        nodes = _nodes((x,))
+        if nodes is None:
+            return original(x)
+        with int64.scope():
+            holds = operation(nodes[0].exact())
+        return sym_numbers.number(holds, bool)
+
+    return function
+
+
+def _isclose(original: Callable[..., bool]) -> Callable[..., Any]:
+    def isclose(a: Any, b: Any, *, rel_tol: float = 1e-09, abs_tol: float = 0.0) -> Any:
+        nodes = _nodes((a, b, rel_tol, abs_tol))
+        if nodes is None:
+            return original(a, b, rel_tol=rel_tol, abs_tol=abs_tol)
+        with int64.scope():
+            x, y, relative, absolute = (node.sym_float().exact() for node in nodes)
+            bound = jnp.maximum(relative * jnp.maximum(jnp.abs(x), jnp.abs(y)), absolute)
+            near = jnp.isfinite(x) & jnp.isfinite(y) & (jnp.abs(x - y) <= bound)
+            holds = (x == y) | near
+        return sym_numbers.number(holds, bool)
+
+    return isclose
