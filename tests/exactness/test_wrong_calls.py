@@ -49,6 +49,24 @@ def test_wrong_call_model_already_on_jax():
         tpuport.convert(model)
 
 
+class Angle(nn.Parameter):
+    """A class of tensors that lets no function of torch at its values (hypll)."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func.__name__ != "__get__":
+            raise TypeError(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
+
+
+def test_wrong_call_classes_of_tensors():
+    model = nn.Linear(6, 3)
+    model.bias = torch.Tensor._make_subclass(Angle, torch.zeros(3), True)
+    with pytest.raises(UsageError, match=r"bias is a Angle(.|\n)*plain tensor"):
+        tpuport.convert(model)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "kind", "message"),
     [

@@ -133,6 +133,19 @@ def _check_target(
     _check_module(target, [name for name in methods if name not in functions])
 
 
+def _check_class(name: str, tensor: Any) -> None:
+    """Refuse a weight of a class that keeps torch's functions from its tensor."""
+    try:
+        tensor.detach().resolve_conj()
+    except (TypeError, AttributeError) as error:
+        kind = type(tensor).__name__
+        msg = (
+            f"{name} is a {kind}, a class of tensors that refuses torch's functions: {error};"
+            " convert a module that holds the plain tensor inside, and makes this of it in forward"
+        )
+        raise UsageError(msg) from error
+
+
 def _check_module(target: torch.nn.Module, methods: list[str]) -> None:
     for name in methods:
         if not callable(getattr(target, name, None)):
@@ -154,6 +167,8 @@ def _check_module(target: torch.nn.Module, methods: list[str]) -> None:
                 " convert(model.cpu())"
             )
             raise UsageError(msg)
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            _check_class(name, tensor)
 
 
 def _check_arguments(
