@@ -150,7 +150,7 @@ class _Identities:
         if isinstance(value, dict):
             self._dicts.append((value, tuple(value), tuple(value.values())))
         elif isinstance(value, (list, deque)):  # A tuple holds what it held.
-            base = list if isinstance(value, list) else deque
+            base: Any = list if isinstance(value, list) else deque
             self._sequences.append((base, value, tuple(base.__iter__(value))))
         elif isinstance(value, (set, frozenset)):
             self._others.append((operator.eq, value, set(value)))
@@ -255,6 +255,11 @@ def _has_attributes(value: Any, held: dict[str, Any]) -> bool:
     return all(getattr(value, name, MISSING) is one for name, one in held.items())
 
 
+def _base_of(value: Any) -> Any:
+    """Return the built-in class of a container: one of the user's may refuse to count or walk."""
+    return next((base for base in _BASES if isinstance(value, base)), None)
+
+
 class _Freezer:
     """A converter of Python values to ones that compare by content."""
 
@@ -285,17 +290,16 @@ class _Freezer:
 
     def _contents(self, value: Any) -> Any:
         kind = type(value)
-        # A class of the user's may count and walk in its own way, or refuse to.
-        base: Any = next((b for b in _BASES if isinstance(value, b)), None)
+        base = _base_of(value)
         if base is not None:
             if base.__len__(value) > self._left:
                 return (_Same(value), base.__len__(value))
             self.identities.container(value)
             if kind in _CONTAINERS:
                 self.mutable.append(value)
-        if isinstance(value, (list, tuple, deque)):
+        if base in (list, tuple, deque):
             return (kind, tuple(map(self._frozen, base.__iter__(value))))
-        if isinstance(value, (set, frozenset)):
+        if base in (set, frozenset):
             members = base.__iter__(value)
             return (kind, frozenset(v if isinstance(v, VALUES) else id(v) for v in members))
         if isinstance(value, np.ndarray):
