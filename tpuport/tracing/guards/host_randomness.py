@@ -197,5 +197,5 @@ def unchanged(roots: list[Any], plan: SpeculationLog) -> Iterator[None]:
                 " not yours: .eval() if it draws in training only, or `tpuport run --eager NAME`,"
                 " which leaves that class to eager PyTorch"
             ),
-            site=watch.site,
+            place="{}:{}".format(*watch.site) if watch.site else None,
         )

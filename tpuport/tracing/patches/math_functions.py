@@ -17,7 +17,10 @@ from tpuport.tracing.core.tensor import TracedTensor, item
 
 
 def _gamma(x: jax.Array) -> jax.Array:
-    return special.gammasgn(x) * jnp.exp(special.gammaln(x))
+    # jax's gammasgn selects by an argmax, which does not lower in 64 bits.
+    whole = jnp.floor(x)
+    sign = jnp.where((x > 0) | (whole % 2 == 0), 1.0, -1.0)
+    return jnp.where((x <= 0) & (x == whole), math.nan, sign * jnp.exp(special.gammaln(x)))
 
 
 def _log(x: jax.Array, base: jax.Array | None = None) -> jax.Array:
