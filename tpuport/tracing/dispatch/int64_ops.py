@@ -246,7 +246,7 @@ def span_of(
     if name in ("index_put", "_unsafe_index_put"):
         accumulate = argument_of(func, "accumulate", args, kwargs)
         return None if accumulate else _union(first, spans[2])
-    if name in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
+    if name in ("max", "min") and len(spans) > 1 and isinstance(args[1], torch.Tensor):
         return _union(first, spans[1])
     if name in _SAME:
         zero = (0, 0) if name in ("tril", "triu", "repeat") else first
