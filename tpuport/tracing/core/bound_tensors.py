@@ -82,7 +82,7 @@ class BoundTensors:
         for storage in self.storages:
             total: TracedTensor | None = None
             for tensor in self.tensors:
-                grad = tensor._grad if tensor._storage is storage else None
+                grad = tensor._left_grad if tensor._storage is storage else None
                 if grad is None:
                     continue
                 if tensor._chain:

@@ -111,7 +111,7 @@ class TracedTensor(backend.TorchaxTensor):
     # Whether it is state of the program or one of its arguments.
     _is_given: bool
     # What `backward()` inside the program gave it.
-    _grad: "TracedTensor | None" = None
+    _left_grad: "TracedTensor | None" = None
 
     @staticmethod
     def __new__(
@@ -385,18 +385,18 @@ class TracedTensor(backend.TorchaxTensor):
         return self
 
     @property
-    def grad(self) -> "TracedTensor | None":  # type: ignore[override]
+    def grad(self) -> "TracedTensor | None":
         """Return what a `backward()` inside the program left, None without one.
 
         jax returns gradients, it does not collect them on tensors.
         """
-        return self._grad
+        return self._left_grad
 
     @grad.setter
-    def grad(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
+    def grad(  # pyright: ignore[reportIncompatibleVariableOverride]  (torch's is one in C)
         self, value: "TracedTensor | None"
     ) -> None:
-        self._grad = value
+        self._left_grad = value
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
