@@ -171,12 +171,17 @@ class Listed(torch.nn.Module):
         self.inner = torch.nn.Linear(2, 2)
         self.held = [self.inner.weight]
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) + x @ self.held[0]
 
-def test_a_weight_that_is_a_constant_of_the_program_is_refused(tmp_path: Path):
+
+def test_a_weight_that_an_attribute_holds_too_is_loaded(tmp_path: Path):
     model = Listed()
     path = save(model, tmp_path / "m.pt")
-    with pytest.raises(UsageError, match=r"'inner.weight' is also the attribute 'held\[0\]'"):
-        tpuport.convert(model).load(path)
+    ported = tpuport.convert(Listed())
+    assert ported.load(path) == ([], [])
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), model(x), rtol=1e-5, atol=1e-6)
 
 
 # What does not fit.

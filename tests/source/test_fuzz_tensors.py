@@ -280,7 +280,7 @@ def state(function: Callable[..., object]) -> dict[str, object]:
 
 
 # Rules with a fix that the grammar does not reach yet.
-NOT_MET = frozenset({"TPU121", "TPU412", "TPU420", "TPU421"})
+NOT_MET = frozenset({"TPU111", "TPU121", "TPU412", "TPU420", "TPU421"})
 
 
 def fixable() -> set[str]:

@@ -238,33 +238,32 @@ def _base(path: str) -> type:
 # -- what the user's code is doing ----------------------------------------------------------------
 
 
-def _in_definition() -> bool:
-    """Return whether the user's code defines something now, in a frame or on behalf of its callers.
+_COMPREHENSIONS = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"})
 
-    A comprehension or a function that a decorator's arguments call makes part of the definition.
+
+def _in_definition() -> bool:
+    """Return whether the user's code defines something now.
+
+    True in a class body, a decorator, a default value, and at the top of a module that is imported
+    (not of the script that is run), also in a comprehension there. What a decorator or a default
+    value calls is part of the definition.
     """
-    frame = user_frame()
+    frame, is_body = user_frame(), True
     while frame is not None:
-        if _defines(frame):
-            return True
+        code = frame.f_code
+        if not is_inside(code.co_filename) and code.co_name != "<lambda>":
+            if frame.f_lineno in definition_lines(code) or (is_body and _is_body(frame)):
+                return True
+            is_body = is_body and code.co_name in _COMPREHENSIONS
         frame = frame.f_back
     return False
 
 
-def _defines(frame: FrameType) -> bool:
-    """Return whether a frame defines something now, rather than working.
-
-    True in a class body, a decorator, a default value, and at the top of a module that is imported
-    (not of the script that is run).
-    """
-    if is_inside(frame.f_code.co_filename) or frame.f_code.co_name == "<lambda>":
-        return False
-    if frame.f_lineno in definition_lines(frame.f_code):
-        return True
+def _is_body(frame: FrameType) -> bool:
+    """Return whether a frame runs a class body or the top of a module that is imported."""
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return False
-    is_class = "__qualname__" in frame.f_locals
-    return is_class or frame.f_globals.get("__name__") != "__main__"
+    return "__qualname__" in frame.f_locals or frame.f_globals.get("__name__") != "__main__"
 
 
 @functools.lru_cache(maxsize=4096)

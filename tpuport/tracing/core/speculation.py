@@ -82,14 +82,18 @@ class SpeculationLog:
         return True
 
     def try_more(self, candidates: list[int]) -> bool:
-        """Make the next choice of arguments concrete, and at last explore numbers one by one.
+        """Make the next choice of arguments concrete, then small state, and at last explore numbers.
 
         Return False when all was tried.
         """
+        if self.widen(candidates):
+            return True
+        if not self.host_state:
+            self.host_state = True
+            return True
         if self.chooses:
             return False
-        if not self.widen(candidates):
-            self.chooses = True
+        self.chooses = True
         return True
 
     def learn(self, restart: RestartTrace) -> None:

@@ -12,6 +12,7 @@ from jax.scipy import special
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.sym_node import NumberNode, raise_in_64
 from tpuport.tracing.core.tensor import TracedTensor, item
 
@@ -81,12 +82,25 @@ def _traced(name: str, operation: Callable[..., jax.Array]) -> Callable[..., Any
         nodes = _nodes(args)
         if nodes is None:
             return original(*args)
+        _ask_state_first()
         result = nodes[0].function(operation, *nodes[1:])
         with int64.scope():
             _check(result.exact(), [node.sym_float().exact() for node in nodes])
         return torch.SymFloat(result)
 
     return function
+
+
+def _ask_state_first() -> None:
+    """Trace again with small state kept concrete, where the number may be a sampler's constant.
+
+    A training step changes its state, and would be compiled again for each of its values.
+    """
+    trace = current()
+    if trace is None or trace.explorer is None or torch.is_grad_enabled():
+        return
+    if not trace.explorer.plan.host_state:
+        raise RestartTrace(host_state=True)
 
 
 def _check(result: jax.Array, given: list[jax.Array]) -> None:

@@ -5,6 +5,7 @@ operations until it reaches arrays that are short, or whose operation has no rul
 computed from slices of those. A dim along which an array does not vary comes back with size 1.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 
 from tpuport.tracing.attention.masks.graph import Node
 from tpuport.tracing.attention.masks.short_forms import short_form
+from tpuport.tracing.core import int64
 
 ELEMENTWISE = frozenset(
     "add sub mul div rem max min pow integer_pow square and or not xor neg sign floor ceil round"
@@ -86,7 +88,10 @@ class Tiles:
         key = (id(node), tuple((id(p.start), p.size, id(p.points)) for p in parts))
         if key not in self._known:
             # The objects in the key are kept alive, so that no id is reused.
-            self._known[key] = (self._computed(node, parts), node, parts)
+            # Outside of the scope jnp would make 32 bits of an operand of 64.
+            is_wide = any(map(int64.is_wide, (node, *node.inputs)))
+            with int64.scope() if is_wide else contextlib.nullcontext():
+                self._known[key] = (self._computed(node, parts), node, parts)
         return self._known[key][0]
 
     def _computed(self, node: Node, parts: Parts) -> Any:
@@ -97,7 +102,10 @@ class Tiles:
             if short is not None:
                 return self.tile(short, parts)
         if node.name in ELEMENTWISE:
-            return elementwise(node, [self.operand(x, parts) for x in node.inputs])
+            operands = [self.operand(x, parts) for x in node.inputs]
+            if any(map(int64.is_wide, node.inputs)):  # what was read of one has 32 bits
+                operands = [x.astype(n.dtype) for x, n in zip(operands, node.inputs, strict=True)]
+            return elementwise(node, operands)
         if node.name in RULES:
             try:
                 return RULES[node.name](self, node, parts)
