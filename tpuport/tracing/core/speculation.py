@@ -82,7 +82,7 @@ class SpeculationLog:
         return True
 
     def try_more(self, candidates: list[int]) -> bool:
-        """Make the next choice of arguments concrete, then small state, and at last explore numbers.
+        """Make the next choice of arguments concrete, then small state; explore numbers at last.
 
         Return False when all was tried.
         """

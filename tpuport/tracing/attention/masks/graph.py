@@ -5,6 +5,7 @@ A tracer of `jax.jit` knows the equation that made it (`parent`), and a tracer t
 If they are missing, the array itself is the graph, and only the structure is lost.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+
+from tpuport.tracing.core import int64
 
 # Calls whose body is read as if it were inlined.
 _BODIES = {
@@ -104,7 +107,10 @@ def computed(op: Any, params: Any, inputs: tuple[Node, ...], aval: Any) -> Node:
 
 def leaf(value: Any) -> Node:
     """Return a node for an array whose origin is not looked at."""
-    aval = jax.typeof(value)
+    # The literal of a program has the dtype that it says, also where jax would make 32 bits of it.
+    exact = isinstance(value, (np.ndarray, np.generic))
+    with int64.scope() if exact else contextlib.nullcontext():
+        aval = jax.typeof(value)
     return Node(tuple(aval.shape), aval.dtype, value)
 
 
