@@ -154,7 +154,7 @@ class Maker:
         body = [self._statement(2) for _ in range(draw.choice((1, 2, 2, 3, 3, 4)))]
         kinds = ["ordinary" if draw.random() < 0.8 else draw.choice(HOSTILE)]
         kinds += draw.sample(HOSTILE, 4)
-        if draw.random() < 0.8:  # another size is another program to compile
+        if draw.random() < 0.8:  # each size compiles one more program
             kinds = ["none" if kind == "rows" else kind for kind in kinds]
         calls = [Call(kind, draw.randrange(10**6)) for kind in kinds]
         start = [Node("statement", text) for text in grammar.START]

@@ -193,7 +193,7 @@ class _FunctionCall:
         values = [value_of(leaf) if id(leaf) in given else value for leaf, value in pairs]
         self.keys = self.trace.keys
         if self.keys is not None and self.keys.used:
-            # Torch's generator goes on in backward, whose numbers are others than forward's.
+            # In backward torch's generator continues: its numbers differ from those of forward.
             fresh = jax.random.fold_in(self.keys.base, self.keys.number)
             start = 0 if self.keys.start is None else self.keys.start
             values += [jax.random.fold_in(fresh, _BACKWARD), self.keys.base, jnp.asarray(start)]
