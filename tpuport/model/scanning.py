@@ -107,7 +107,8 @@ class _Scan:
         with self.trace.recording() as effects:
             after, y = self._call(state, x)
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
-        if written or any(a is not b for a, b in zip(self.trace.draws, draws, strict=True)):
+        drew = any(a is not b for a, b in zip(self.trace.draws, draws, strict=True))
+        if written or effects.wrote_on_host or drew:
             raise _refused("writes to tensors that it did not make, or draws random numbers")
         leaves, spec = pytree.flatten(after, leaf=_is_tensor)
         found = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves if _is_tensor(leaf)]

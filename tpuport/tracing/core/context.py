@@ -54,12 +54,16 @@ class KeyStream:
 class Effects:
     """The storages and numbers that a part of a trace created, and the storages that it wrote.
 
-    Regions (checkpoint, cond) turn them into outputs.
+    Regions (checkpoint, cond) turn them into outputs. A write to a host tensor happens while
+    tracing: once, however many rounds a loop has.
     """
 
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
     numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
+    # How many host tensors the trace had made before, and whether one of those was written.
+    made_before: int = 0
+    wrote_on_host: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +186,7 @@ class Trace:
         self.function_mode: TorchFunctionMode | None = None
         self.closed = False
         # Storages of host tensors made in this trace, kept alive so that no address is reused.
-        self.made: dict[int, Any] = {}
+        self.made: dict[int, tuple[int, Any]] = {}
         # Whether a number or size that depends on data has come up; until then no op needs to look
         # for one.
         self.dynamic = False
@@ -289,10 +293,17 @@ class Trace:
             if storage.serial not in effects.created and storage.serial not in effects.before:
                 effects.before[storage.serial] = (storage, storage.held, storage.version)
 
+    def writing_on_host(self, target: Any) -> None:
+        """Record a write to a host tensor that this trace made."""
+        if self.effects and isinstance(target, torch.Tensor):
+            number, _ = self.made[target.untyped_storage()._cdata]
+            for effects in self.effects:
+                effects.wrote_on_host = effects.wrote_on_host or number < effects.made_before
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[Effects]:
         """Record the effects inside the block."""
-        effects = Effects()
+        effects = Effects(made_before=len(self.made))
         self.effects.append(effects)
         self.count_regions += 1
         self.regions.append(self.count_regions)
@@ -402,7 +413,7 @@ class Trace:
         if isinstance(value, torch.Tensor):
             if not isinstance(value, TracedTensor):
                 storage = value.untyped_storage()
-                self.made.setdefault(storage._cdata, storage)
+                self.made.setdefault(storage._cdata, (len(self.made), storage))
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.note_made(item)

@@ -49,12 +49,12 @@ class DispatchMode(TorchDispatchMode):
             if not info.writes and not info.aliases:
                 self.trace.note_made(result)
             return result
-        if any(
-            self.trace.is_foreign(args[i] if i < len(args) else kwargs.get(name))
-            for i, name in info.writes
-        ):
+        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in info.writes]
+        if any(self.trace.is_foreign(target) for target in written):
             # State outside the trace: the write happens in the program, not now.
             return dispatch(func, args, kwargs)
+        for target in written:
+            self.trace.writing_on_host(target)
         if not info.aliases:
             self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
