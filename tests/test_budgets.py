@@ -157,3 +157,23 @@ def test_a_class_with_many_methods_is_noticed():
     assert find_excess("class A:\n" + methods + private, "tpuport/model/convert.py") == []
     (excess,) = find_excess("class A:\n    def n(self): ...\n" + methods, "tpuport/a.py")
     assert excess.endswith("A has 21 public methods")
+
+
+# Each recipe is a program of its own.
+PROGRAMS = [
+    "tpuport",
+    *(str(p.parent.relative_to(ROOT)) for p in ROOT.glob("recipes/*/__init__.py")),
+]
+# Modules of a network, which models of different families name alike.
+SAME_IN_TWO_FAMILIES = {"RMSNorm", "RotaryEmbedding", "SwiGLU"}
+
+
+@pytest.mark.parametrize("folder", sorted(PROGRAMS))
+def test_a_class_name_means_one_thing(folder: str):
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert {name: found for name, found in twice.items() if name not in SAME_IN_TWO_FAMILIES} == {}

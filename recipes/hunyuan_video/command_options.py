@@ -33,7 +33,7 @@ class Program(StrEnum):
     DECODE = "decode"
 
 
-class Spread(StrEnum):
+class SpreadName(StrEnum):
     """The way the denoiser is spread over the devices."""
 
     AUTO = "auto"
@@ -103,7 +103,7 @@ Version = Annotated[
 ]
 SaveEvery = Annotated[int, typer.Option(help="Save the latents every so many steps.")]
 SpreadOption = Annotated[
-    Spread | None,
+    SpreadName | None,
     typer.Option(help="How to spread the denoiser over all devices [default: use one]."),
 ]
 OutputOption = Annotated[

@@ -32,7 +32,7 @@ from recipes.hunyuan_video.command_options import (
     SaveEvery,
     Seed,
     Shift,
-    Spread,
+    SpreadName,
     SpreadOption,
     Steps,
     Task,
@@ -196,7 +196,9 @@ def compile_(
         list[Program] | None, typer.Argument(help="Programs [default: all].")
     ] = None,
     topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
-    spread: Annotated[Spread, typer.Option(help="How to spread the denoiser.")] = Spread.AUTO,
+    spread: Annotated[
+        SpreadName, typer.Option(help="How to spread the denoiser.")
+    ] = SpreadName.AUTO,
     resolution: ResolutionOption = Resolution.P720,
     aspect: Aspect = "16:9",
     frames: Frames = 121,

@@ -37,7 +37,7 @@ class Generation(StrEnum):
     SEPTEMBER_2026 = "2026-09"
 
 
-class Size(StrEnum):
+class SizeName(StrEnum):
     """The size of a model with random weights."""
 
     SMALL = "small"
@@ -95,7 +95,9 @@ def make_data(
     routes: Annotated[int, typer.Option(help="Routes to train on; one more is held out.")] = 3,
     segments: Annotated[int, typer.Option(help="Segments per route.")] = 2,
     seconds: Annotated[float, typer.Option(help="Seconds per segment; a device has 60.")] = 8.0,
-    size: Annotated[Size, typer.Option(help="Model size; large is July 2026's.")] = Size.SMALL,
+    size: Annotated[
+        SizeName, typer.Option(help="Model size; large is July 2026's.")
+    ] = SizeName.SMALL,
     opset: Annotated[int, typer.Option(help="ONNX opset of the model, 18 to 21.")] = 20,
     fp16: Annotated[
         bool, typer.Option("--fp16", help="Store the model's weights in float16.")
@@ -268,8 +270,8 @@ def compile_(
         Generation, typer.Option(help="Generation, without model files.")
     ] = Generation.JULY_2026,
     size: Annotated[
-        Size, typer.Option(help="Size, without model files; real is 0.10's, large July 2026's.")
-    ] = Size.LARGE,
+        SizeName, typer.Option(help="Size, without model files; real is 0.10's, large July 2026's.")
+    ] = SizeName.LARGE,
     frames: Annotated[int, typer.Option(help="Frames per drive (drive) or per chip (warp).")] = (
         64
     ),

@@ -22,7 +22,7 @@ class Layout(StrEnum):
     SAFETENSORS = "safetensors"
 
 
-class Size(StrEnum):
+class PlannerSize(StrEnum):
     """The size of a planner."""
 
     TINY = "tiny"
@@ -110,7 +110,7 @@ def make_data(
 def train(
     cache: Cache,
     out: Out,
-    size: Annotated[Size, typer.Option(help="Planner size.")] = Size.SMALL,
+    size: Annotated[PlannerSize, typer.Option(help="Planner size.")] = PlannerSize.SMALL,
     sampling_method: Annotated[Method, typer.Option(help="Sampling method.")] = Method.DDIM,
     init: Annotated[Path | None, typer.Option(help="Initial weights.")] = None,
     epochs: Annotated[int, typer.Option(help="Epochs of training and of its schedule.")] = 200,
@@ -259,7 +259,7 @@ def sample(
 
 def compile_(
     stages: Annotated[list[Stage] | None, typer.Argument(help="Programs [default: all].")] = None,
-    size: Annotated[Size, typer.Option(help="Planner size.")] = Size.SMALL,
+    size: Annotated[PlannerSize, typer.Option(help="Planner size.")] = PlannerSize.SMALL,
     topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-4",
     batch: Annotated[
         int | None,

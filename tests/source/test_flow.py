@@ -5,13 +5,13 @@ import textwrap
 
 import pytest
 
-from tpuport.source.inference.liveness import Flow
+from tpuport.source.inference.liveness import NameFlow
 from tpuport.source.syntax.module import FUNCTIONS
 from tpuport.source.syntax.names import collect, free_names
 from tpuport.source.syntax.statements import exits_loop, leaves, may_swallow, returns
 
 
-def flow_at_here(body: str) -> tuple[Flow, ast.stmt]:
+def flow_at_here(body: str) -> tuple[NameFlow, ast.stmt]:
     """The flow of `def f(p): body`, and the statement `here` in it."""
     source = "def f(p):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     function = ast.parse(source).body[0]
@@ -21,7 +21,7 @@ def flow_at_here(body: str) -> tuple[Flow, ast.stmt]:
         for node in ast.walk(function)
         if isinstance(node, ast.Expr) and ast.unparse(node) == "here"
     ]
-    return Flow(function), here
+    return NameFlow(function), here
 
 
 @pytest.mark.parametrize(

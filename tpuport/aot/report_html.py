@@ -8,7 +8,7 @@ from tpuport.aot.report import CompileReport
 from tpuport.foundation.reporting.templates import render
 from tpuport.reports import plots
 from tpuport.reports import wording as fmt
-from tpuport.reports.plots import Bar, Part
+from tpuport.reports.plots import Bar, BarPart
 
 _NUM_ROWS = 16
 
@@ -24,7 +24,7 @@ def to_html(report: CompileReport) -> str:
         num_open=_NUM_ROWS,
         memory=_memory(report),
         step=[
-            Part(one.name, one.seconds, one.name, fmt.seconds(one.seconds), one.how)
+            BarPart(one.name, one.seconds, one.name, fmt.seconds(one.seconds), one.how)
             for one in (report.estimate.parts if report.estimate else ())
             if one.seconds
         ],
@@ -52,11 +52,11 @@ def to_html(report: CompileReport) -> str:
     )
 
 
-def _memory(report: CompileReport) -> list[Part]:
+def _memory(report: CompileReport) -> list[BarPart]:
     amounts = report.memory.parts()
     amounts["free"] = max(0, report.memory.available - report.memory.peak)
     return [
-        Part(name.partition(" ")[0], amount, name, fmt.size(amount))
+        BarPart(name.partition(" ")[0], amount, name, fmt.size(amount))
         for name, amount in amounts.items()
         if amount
     ]

@@ -17,7 +17,7 @@ _LABELS = re.compile(r"dim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 
 
 @dataclass(frozen=True)
-class _Window:
+class _SpatialDim:
     """One spatial dim of a convolution."""
 
     size: int = 1
@@ -81,7 +81,7 @@ def _one_number(one: Instruction, attribute: str) -> int:
     return int(found[1]) if found else 1
 
 
-def _windows(one: Instruction, num: int) -> list[_Window]:
+def _windows(one: Instruction, num: int) -> list[_SpatialDim]:
     text = re.search(r"\bwindow=\{([^}]*)\}", one.attributes)
     parts = dict(part.split("=") for part in text[1].split()) if text else {}
 
@@ -90,7 +90,7 @@ def _windows(one: Instruction, num: int) -> list[_Window]:
         return [int(value.partition("_")[0]) for value in values]
 
     return [
-        _Window(*numbers)
+        _SpatialDim(*numbers)
         for numbers in zip(
             read("size", "1"), read("stride", "1"), read("pad", "0_0"),
             read("lhs_dilate", "1"), read("rhs_dilate", "1"), strict=True,
@@ -98,7 +98,7 @@ def _windows(one: Instruction, num: int) -> list[_Window]:
     ]  # fmt: skip
 
 
-def _meeting(size: int, kernel: int, out: int, window: _Window) -> int:
+def _meeting(size: int, kernel: int, out: int, window: _SpatialDim) -> int:
     """Count pairs of an output position and a kernel position that read an element, not padding."""
     if kernel == 1 and window.pad == 0 and window.lhs_dilate == 1:
         return out

@@ -14,7 +14,7 @@ from tpuport.lint.cache import Cache
 from tpuport.lint.comments import find_directives
 from tpuport.lint.notebooks import marked, marked_place, write_notebook
 from tpuport.lint.records import RANK, Checked, Problem, Trouble
-from tpuport.lint.run import Failure, Progress, Workers, attempt, processors
+from tpuport.lint.run import FileFailure, Progress, Workers, attempt, processors
 from tpuport.lint.settings import Settings
 from tpuport.lint.sources import Source, UnreadableError, read_source
 from tpuport.source.inference.inference import StaticKinds
@@ -125,8 +125,8 @@ def rewrite_source(data: bytes, name: str, request: Request) -> "Change | Proble
     return _result(attempt(rewrite_file, data, name, request.options(name, ())), name, None)
 
 
-def _result(answer: "Any | Failure", name: str, path: Path | None) -> "Change | Problem":
-    if isinstance(answer, Failure):
+def _result(answer: "Any | FileFailure", name: str, path: Path | None) -> "Change | Problem":
+    if isinstance(answer, FileFailure):
         return Problem(name, answer.reason, answer.trouble)
     if "reason" in answer:
         return Problem(name, answer["reason"], Trouble(answer["trouble"]))

@@ -86,11 +86,11 @@ def run(
     return [_checked(answer, name) for answer, name in zip(answers, names, strict=True)]
 
 
-def _summaries(names: Sequence[str], answers: "Sequence[Json | Failure]") -> dict[str, Json]:
+def _summaries(names: Sequence[str], answers: "Sequence[Json | FileFailure]") -> dict[str, Json]:
     return {
         name: answer["summary"]
         for name, answer in zip(names, answers, strict=True)
-        if not isinstance(answer, Failure) and answer["summary"] is not None
+        if not isinstance(answer, FileFailure) and answer["summary"] is not None
     }
 
 
@@ -106,14 +106,14 @@ def processors() -> int:
     return os.cpu_count() or 1
 
 
-def _checked(answer: "Json | Failure", name: str) -> Checked:
-    if isinstance(answer, Failure):
+def _checked(answer: "Json | FileFailure", name: str) -> Checked:
+    if isinstance(answer, FileFailure):
         return Checked(name, problems=(Problem(name, answer.reason, answer.trouble),))
     return Checked.from_json(answer["checked"], name)
 
 
 @dataclass(frozen=True)
-class Failure:
+class FileFailure:
     """Work on a file that ended in an exception or killed its process."""
 
     reason: str
@@ -156,9 +156,9 @@ class Workers:
         task: Task,
         inputs: Sequence[tuple[Path, Json]],
         progress: Progress | None = None,
-    ) -> "list[Json | Failure]":
+    ) -> "list[Json | FileFailure]":
         """Return the answer for each file with its argument, in their order."""
-        results: dict[int, Json | Failure] = {}
+        results: dict[int, Json | FileFailure] = {}
         missing: list[_Item] = []
         for place, (path, argument) in enumerate(inputs):
             found = self._look_up(task, place, path, argument)
@@ -168,7 +168,7 @@ class Workers:
                 results[place] = found
         for item, answer in self._work(task, missing):
             results[item.place] = answer
-            if not isinstance(answer, Failure):
+            if not isinstance(answer, FileFailure):
                 self._cache.put(item.key, answer)
             if progress is not None:
                 progress(len(results), len(inputs))
@@ -176,7 +176,7 @@ class Workers:
 
     def _look_up(
         self, task: Task, place: int, path: Path, argument: Json
-    ) -> "Json | _Item | Failure":
+    ) -> "Json | _Item | FileFailure":
         try:
             if path not in self._digests:
                 data = path.read_bytes()
@@ -190,7 +190,7 @@ class Workers:
         kept = self._cache.get(key)
         return _Item(place, path, argument, size, key) if kept is None else kept
 
-    def _work(self, task: Task, items: list[_Item]) -> "Iterator[tuple[_Item, Json | Failure]]":
+    def _work(self, task: Task, items: list[_Item]) -> "Iterator[tuple[_Item, Json | FileFailure]]":
         total = sum(item.size for item in items)
         if self._jobs < 2 or len(items) < 2 or total < MIN_PARALLEL_BYTES:
             for item in items:
@@ -210,7 +210,7 @@ class Workers:
 
     def _submit(
         self, task: Task, items: list[_Item]
-    ) -> "dict[Future[list[Json | Failure]], list[_Item]]":
+    ) -> "dict[Future[list[Json | FileFailure]], list[_Item]]":
         if self._pool is None:
             # Spawn, not fork: forking a process with threads can deadlock.
             context = get_context("spawn")
@@ -238,20 +238,20 @@ def _batches(items: list[_Item]) -> Iterator[list[_Item]]:
         yield batch
 
 
-def _attempt_all(task: Task, inputs: list[tuple[Path, Json]]) -> "list[Json | Failure]":
+def _attempt_all(task: Task, inputs: list[tuple[Path, Json]]) -> "list[Json | FileFailure]":
     return [_attempt(task, path, argument) for path, argument in inputs]
 
 
-def _attempt_apart(task: Task, item: _Item) -> "Json | Failure":
+def _attempt_apart(task: Task, item: _Item) -> "Json | FileFailure":
     """Work on one file in a process of its own, after some file has killed the shared ones."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         with suppress(BrokenProcessPool):
             return pool.submit(_attempt, task, item.path, item.argument).result()
     reason = "ended the process that worked on it. What to do: report this as a bug of tpuport"
-    return Failure(reason, Trouble.INTERNAL)
+    return FileFailure(reason, Trouble.INTERNAL)
 
 
-def _attempt(task: Task, path: Path, argument: Json) -> "Json | Failure":
+def _attempt(task: Task, path: Path, argument: Json) -> "Json | FileFailure":
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -259,13 +259,13 @@ def _attempt(task: Task, path: Path, argument: Json) -> "Json | Failure":
     return attempt(task, data, tail(path), argument)
 
 
-def attempt(task: Task, data: bytes, name: str, argument: Json) -> "Json | Failure":
+def attempt(task: Task, data: bytes, name: str, argument: Json) -> "Json | FileFailure":
     """Return the answer for a file's bytes, or a failure with the error in it."""
     try:
         return task(data, name, argument)
     except Exception as error:
         # A bug on one file must not stop the run: it goes into the report.
-        return Failure(
+        return FileFailure(
             f"{_bug(error)}. What to do: report this as a bug of tpuport", Trouble.INTERNAL
         )
 
@@ -279,5 +279,5 @@ def _bug(error: Exception) -> str:
     return f"internal error, {type(error).__name__}{at}: {' '.join(str(error).split())[:200]}"
 
 
-def _unreadable(error: OSError) -> Failure:
-    return Failure(f"cannot be read: {error.strerror or error}", Trouble.UNREAD)
+def _unreadable(error: OSError) -> FileFailure:
+    return FileFailure(f"cannot be read: {error.strerror or error}", Trouble.UNREAD)

@@ -10,7 +10,7 @@ from tpuport.foundation.reporting.templates import render
 from tpuport.reports import plots
 from tpuport.reports import wording as fmt
 from tpuport.reports.data import ReportData
-from tpuport.reports.plots import Bar, Part
+from tpuport.reports.plots import Bar, BarPart
 from tpuport.reports.records import STAGES
 
 _SWARM_FROM = 9  # with fewer values the rows alone show everything
@@ -69,7 +69,7 @@ def _values(report: ReportData) -> dict[str, Any]:
         ],
         "num_open_constants": _LARGEST_CONSTANTS,
         "stages": [
-            Part(stage, spent, stage, fmt.seconds(spent))
+            BarPart(stage, spent, stage, fmt.seconds(spent))
             for stage in STAGES
             if (spent := getattr(report.timing, stage)) > 0
         ],

@@ -22,7 +22,7 @@ _MAX_TICKS = 8
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-class Part(NamedTuple):
+class BarPart(NamedTuple):
     """One piece of a stacked bar, with the line of its legend.
 
     Attributes:
@@ -151,7 +151,7 @@ def axis(scale: ErrorScale) -> Markup:
     return _svg(18, scale.ticks(13), class_="track", label="logarithmic axis of relative error")
 
 
-def stacked_bar(pieces: Sequence[Part], label: str, *, height: int = 28) -> Markup:
+def stacked_bar(pieces: Sequence[BarPart], label: str, *, height: int = 28) -> Markup:
     """Return one bar cut into pieces, all of them visible."""
     total = sum(piece.amount for piece in pieces)
     parts, left = [], 0.0

@@ -6,7 +6,7 @@ from functools import cached_property
 
 from tpuport.rules._effects import refuse_effects
 from tpuport.rules._expressions import function_around
-from tpuport.source.inference.liveness import Flow, NameSet, surely_bound
+from tpuport.source.inference.liveness import NameFlow, NameSet, surely_bound
 from tpuport.source.rewrite.finding import NotFixable
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import SCOPES, own_bindings
@@ -45,7 +45,7 @@ class Lift:
         effects: bool = False,
     ) -> None:
         self.node, self.blocks, self.context, self.ends = node, blocks, context, ends
-        self.flow: Flow = context.flow(function_around(node, context))
+        self.flow: NameFlow = context.flow(function_around(node, context))
         if node not in self.flow.before:
             raise NotFixable("it is never reached")
         self.bound_before = self.flow.before[node] | surely_bound(node.test)
@@ -119,7 +119,7 @@ def as_tuple(names: Sequence[str]) -> str:
     return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"
 
 
-def _ordered(flow: Flow, blocks: Iterable[Statements]) -> list[str]:
+def _ordered(flow: NameFlow, blocks: Iterable[Statements]) -> list[str]:
     found: dict[str, None] = {}
     for block in blocks:
         found |= flow.names(block)[0]

@@ -7,7 +7,7 @@ from tpuport.foundation.interop.name_patterns import generalised
 from tpuport.foundation.reporting.markup import Markup
 from tpuport.foundation.reporting.templates import render
 from tpuport.reports import wording as fmt
-from tpuport.reports.plots import Part, stacked_bar
+from tpuport.reports.plots import BarPart, stacked_bar
 from tpuport.sharding import plan_text
 from tpuport.sharding.mesh import MeshAxis
 from tpuport.sharding.plan_data import PlanData, Row, spec_text
@@ -88,12 +88,12 @@ def _look(row: Row) -> str:
     return next((str(axis) for axis in named if axis in axes), "elsewhere")
 
 
-def _parts(rows: Sequence[Row]) -> list[Part]:
+def _parts(rows: Sequence[Row]) -> list[BarPart]:
     """Return the bytes a chip by class of colour."""
     totals = dict.fromkeys(_LOOKS, 0)
     for row in rows:
         totals[_look(row)] += row.bytes_a_chip
-    return [Part(look, num, _LOOKS[look], fmt.size(num)) for look, num in totals.items() if num]
+    return [BarPart(look, num, _LOOKS[look], fmt.size(num)) for look, num in totals.items() if num]
 
 
 def _picture(rows: Sequence[Row], largest: int) -> Markup | str:
@@ -103,5 +103,5 @@ def _picture(rows: Sequence[Row], largest: int) -> Markup | str:
         return ""
     label = ", ".join(f"{part.words} {part.name}" for part in parts)
     left = largest - sum(part.amount for part in parts)
-    rest = [Part("rest", left)] if left > 0 else []
+    rest = [BarPart("rest", left)] if left > 0 else []
     return stacked_bar([*parts, *rest], label, height=12)

@@ -71,14 +71,14 @@ def rewritten(data: bytes, path: str, cache: Cache) -> Rewritten:
     kept = _from_json(cache.get(key))
     if kept is not None:
         return kept
-    from tpuport.lint.run import Failure, attempt
+    from tpuport.lint.run import FileFailure, attempt
 
     # Warnings are silenced for the entire process, so two threads would undo each other.
     with _LOCK, warnings.catch_warnings():
         # The compiler tells the user once, when the original is compiled.
         warnings.simplefilter("ignore")
         answer = attempt(_attempted, data, path, {})
-    if isinstance(answer, Failure):
+    if isinstance(answer, FileFailure):
         return Rewritten(reason=answer.reason)
     cache.put(key, _to_json(answer))
     return answer

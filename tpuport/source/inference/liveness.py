@@ -19,7 +19,7 @@ CONSUMERS = frozenset(
 )
 
 
-class Flow:
+class NameFlow:
     """The flow of names through one function.
 
     Attributes:

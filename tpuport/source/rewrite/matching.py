@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from tpuport.source.inference.gpu_only import is_off_tpu
 from tpuport.source.inference.inference import Inference, StaticKinds
 from tpuport.source.inference.kinds import Kind, Kinds, Oracle, truth_tests
-from tpuport.source.inference.liveness import Flow
+from tpuport.source.inference.liveness import NameFlow
 from tpuport.source.inference.roles import Role, Roles
 from tpuport.source.rewrite.finding import Finding, Fix, NotFixable, Safety, Severity
 from tpuport.source.syntax.imported import qualified_name
@@ -78,7 +78,7 @@ class Context:
         self.matches: list[Match] = []
         self.imports_inside = imports_inside
         self.strict = strict
-        self._flows: dict[Function, Flow] = {}
+        self._flows: dict[Function, NameFlow] = {}
         self._names: dict[ast.expr, str | None] = {}
         self._roles = kinds.roles if isinstance(kinds, Inference) else Roles(module)
 
@@ -127,10 +127,10 @@ class Context:
         whole = not (inferred and isinstance(test, ast.BoolOp)) and self.is_traced(test)
         return whole or any(self.is_traced(leaf) for leaf in truth_tests(test))
 
-    def flow(self, function: Function) -> Flow:
+    def flow(self, function: Function) -> NameFlow:
         """Return the flow of names through a function of this file."""
         if function not in self._flows:
-            self._flows[function] = Flow(function)
+            self._flows[function] = NameFlow(function)
         return self._flows[function]
 
     def report(

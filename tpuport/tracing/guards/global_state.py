@@ -48,9 +48,9 @@ class GlobalState:
         """Start another call."""
         self._first = None
 
-    def snapshot(self) -> "Snapshot":
+    def snapshot(self) -> "OutsideValues":
         """Return the values that the code would read now."""
-        return Snapshot(self.code, self._module)
+        return OutsideValues(self.code, self._module)
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator["Run"]:
@@ -97,11 +97,11 @@ class GlobalState:
 class Run:
     """A run of user code: the values before it, and after it the names of those it changed."""
 
-    before: "Snapshot"
+    before: "OutsideValues"
     changed: list[str] = field(default_factory=list)
 
 
-class Snapshot:
+class OutsideValues:
     """The values that code reads from outside, at one time.
 
     Comparing the identities of what code reads takes a fraction of a microsecond for each

@@ -29,7 +29,7 @@ _PASSED = pytree.ATOMIC | {TracedTensor, torch.nn.Parameter}
 _CONTAINERS = frozenset({dict, OrderedDict, list, set, tuple})
 
 
-class _Generator(NamedTuple):
+class _HostGenerator(NamedTuple):
     """A random generator of the host: its name in words, and how its state is read and set."""
 
     name: str
@@ -38,13 +38,13 @@ class _Generator(NamedTuple):
 
 
 _GLOBAL = (
-    _Generator("Python's `random`", random.getstate, random.setstate),
-    _Generator(
+    _HostGenerator("Python's `random`", random.getstate, random.setstate),
+    _HostGenerator(
         "numpy's global random state",
         lambda: np.random.get_state(legacy=False),
         lambda state: np.random.set_state(state),
     ),
-    _Generator("torch's CPU generator", torch.get_rng_state, torch.set_rng_state),
+    _HostGenerator("torch's CPU generator", torch.get_rng_state, torch.set_rng_state),
 )
 
 
@@ -64,21 +64,21 @@ def _sources(roots: list[Any]) -> list[Any]:
     return [value for value in found if isinstance(value, _KINDS)]
 
 
-def _of(source: Any) -> _Generator:
+def _of(source: Any) -> _HostGenerator:
     if isinstance(source, np.random.Generator):
         bits: Any = source.bit_generator
-        return _Generator(
+        return _HostGenerator(
             "a numpy random Generator",
             lambda: bits.state,
             lambda state: setattr(bits, "state", state),
         )
     if isinstance(source, np.random.RandomState):
-        return _Generator(
+        return _HostGenerator(
             "a numpy RandomState", lambda: source.get_state(legacy=False), source.set_state
         )
     if isinstance(source, torch.Generator):
-        return _Generator("a torch.Generator", source.get_state, source.set_state)
-    return _Generator("a random.Random", source.getstate, source.setstate)
+        return _HostGenerator("a torch.Generator", source.get_state, source.set_state)
+    return _HostGenerator("a random.Random", source.getstate, source.setstate)
 
 
 def _comparable(state: Any) -> Any:
