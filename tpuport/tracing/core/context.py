@@ -293,13 +293,6 @@ class Trace:
             if storage.serial not in effects.created and storage.serial not in effects.before:
                 effects.before[storage.serial] = (storage, storage.held, storage.version)
 
-    def writing_on_host(self, target: Any) -> None:
-        """Record a write to a host tensor that this trace made."""
-        if self.effects and isinstance(target, torch.Tensor):
-            number, _ = self.made[target.untyped_storage()._cdata]
-            for effects in self.effects:
-                effects.wrote_on_host = effects.wrote_on_host or number < effects.made_before
-
     @contextlib.contextmanager
     def recording(self) -> Iterator[Effects]:
         """Record the effects inside the block."""

@@ -54,7 +54,7 @@ class DispatchMode(TorchDispatchMode):
             # State outside the trace: the write happens in the program, not now.
             return dispatch(func, args, kwargs)
         for target in written:
-            self.trace.writing_on_host(target)
+            _note_host_write(self.trace, target)
         if not info.aliases:
             self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
@@ -64,6 +64,14 @@ class DispatchMode(TorchDispatchMode):
         if not info.aliases or func is aten.lift_fresh.default:
             self.trace.note_made(result)
         return result
+
+
+def _note_host_write(trace: Trace, target: Any) -> None:
+    """Record a write to a host tensor that the trace made."""
+    if trace.effects and isinstance(target, torch.Tensor):
+        number, _ = trace.made[target.untyped_storage()._cdata]
+        for effects in trace.effects:
+            effects.wrote_on_host = effects.wrote_on_host or number < effects.made_before
 
 
 def needs_dispatch(
