@@ -20,6 +20,7 @@ MEANING = {
     Severity.ERROR: "stops the trace, or the import on a machine without CUDA",
     Severity.SILENT: "gives a wrong result without a word",
     Severity.SLOW: "costs time or memory",
+    Severity.DEVICE: "host code for CUDA, named in the summary; shown with `--severity device`",
     Severity.NOTE: "worth knowing; shown with `--severity note`",
 }
 ADVICE = {

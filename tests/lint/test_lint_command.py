@@ -344,3 +344,30 @@ def test_file_names_that_are_no_text_are_shown(project, lint, branch):
     result = lint()
     assert result.exit_code == 1
     assert result.stdout.startswith("\\udcff.py:5:5: TPU101")
+
+
+def test_a_package_for_cuda_may_import_itself(project, invoke):
+    files = {
+        "mamba_ssm/__init__.py": "",
+        "tools/a/b/use.py": "import mamba_ssm\nimport flash_attn\n",
+    }
+    project(files)
+    shown = invoke("lint", "--no-cache", "--format", "concise", ".")
+    assert "`flash_attn` needs CUDA" in shown.stdout
+    assert "`mamba_ssm` needs CUDA" not in shown.stdout
+
+
+def test_host_code_for_cuda_is_in_the_summary(project, invoke):
+    script = (
+        "import argparse\n\nparser = argparse.ArgumentParser()\n"
+        'parser.add_argument("--device", default="cuda")\n'
+        'parser.add_argument("--backend", default="nccl")\n'
+    )
+    project({"train.py": script})
+    shown = invoke("lint", "--no-cache")
+    assert shown.exit_code == 0
+    assert "Host code for CUDA: 2 lines in 1 file, which `tpuport run` answers" in shown.stdout
+    assert "  train.py: 4, 5\n" in shown.stdout
+    listed = invoke("lint", "--no-cache", "--severity", "device", "--format", "concise")
+    assert listed.exit_code == 1
+    assert 'train.py:4:33: TPU519 device: `default="cuda"`: a device that' in listed.stdout

@@ -281,7 +281,7 @@ def test_standard_input_goes_to_standard_output(project, invoke, branch):
     assert written.stdout == rewrite(branch).source
     broken = invoke("rewrite", "-", "--write", input="def f(:\n")
     assert (broken.exit_code, broken.stdout) == (1, "def f(:\n")
-    assert "stdin.py: no Python 3 that can be read" in broken.stderr
+    assert "that can be read in line 1: invalid syntax" in broken.stderr
 
 
 def test_a_file_without_a_last_line_break_has_a_diff_that_says_so(project, invoke, branch):

@@ -79,9 +79,12 @@ def test_the_nearest_file_with_the_table_is_found(tmp_path: Path):
         ('per-file-ignores = {a = "TPU1"}', "has to be a table of lists of strings, got {'a'"),
         (
             'severity = "eror"',
-            "has to be one of error, silent, slow, note, got 'eror'. Did you mean",
+            "has to be one of error, silent, slow, device, note, got 'eror'. Did you mean",
         ),
-        ('severity = "loud"', "`severity` has to be one of error, silent, slow, note, got 'loud'."),
+        (
+            'severity = "loud"',
+            "has to be one of error, silent, slow, device, note, got 'loud'.",
+        ),
     ],
 )
 def test_a_wrong_option_is_named(tmp_path: Path, options: str, message: str):

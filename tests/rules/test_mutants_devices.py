@@ -80,18 +80,18 @@ def test_in_the_step_only_what_torchax_does_not_redirect_is_an_error(
     forward: str, expected: Severity
 ):
     found = severities("TPU511", model(forward=forward))
-    assert found == [Severity.NOTE, expected]  # the first is the parameter's default
+    assert found == [Severity.DEVICE, expected]  # the first is the parameter's default
 
 
 @pytest.mark.parametrize(
     ("init", "expected"),
     [
-        ("self.to(device)", [Severity.NOTE, Severity.ERROR]),
-        ("self.device = device; self.to(self.device)", [Severity.NOTE, Severity.ERROR]),
-        ("device = device or 'cpu'; self.to(device)", [Severity.NOTE]),
-        ("DEVICE = torch.device('cuda')", [Severity.NOTE, Severity.ERROR]),
-        ("DEVICE = 'cuda'", [Severity.NOTE, Severity.ERROR]),
-        ("self.place('cuda')", [Severity.NOTE]),
+        ("self.to(device)", [Severity.DEVICE, Severity.ERROR]),
+        ("self.device = device; self.to(self.device)", [Severity.DEVICE, Severity.ERROR]),
+        ("device = device or 'cpu'; self.to(device)", [Severity.DEVICE]),
+        ("DEVICE = torch.device('cuda')", [Severity.DEVICE, Severity.ERROR]),
+        ("DEVICE = 'cuda'", [Severity.DEVICE, Severity.ERROR]),
+        ("self.place('cuda')", [Severity.DEVICE]),
     ],
 )
 def test_a_default_device_that_a_constructor_uses_is_an_error(init: str, expected: list[Severity]):
@@ -99,24 +99,24 @@ def test_a_default_device_that_a_constructor_uses_is_an_error(init: str, expecte
 
 
 def test_a_default_is_a_note_however_it_is_written():
-    assert severities("TPU511", "def place(x, device='cuda:0'): ...\n") == [Severity.NOTE]
+    assert severities("TPU511", "def place(x, device='cuda:0'): ...\n") == [Severity.DEVICE]
     source = "import torch\ndef place(x, device=torch.device('cuda')): ...\n"
-    assert severities("TPU511", source) == [Severity.NOTE]
+    assert severities("TPU511", source) == [Severity.DEVICE]
     source = "import torch\nclass Options:\n    device: object = torch.device('cuda')\n"
-    assert severities("TPU511", source) == [Severity.NOTE]
+    assert severities("TPU511", source) == [Severity.DEVICE]
 
 
 def test_a_name_passed_to_a_parameter_called_device_is_found():
     source = model(init="self.place('cuda')") + "\n    def place(self, device_type): ...\n"
-    assert severities("TPU511", source) == [Severity.NOTE, Severity.ERROR]
+    assert severities("TPU511", source) == [Severity.DEVICE, Severity.ERROR]
 
 
 @pytest.mark.parametrize(
     ("forward", "expected"),
     [
         ("dist.all_reduce(x)", Severity.ERROR),
-        ("if self.reduce: dist.all_reduce(x)", Severity.NOTE),
-        ("dist.all_reduce(x, group=self.group)", Severity.NOTE),
+        ("if self.reduce: dist.all_reduce(x)", Severity.DEVICE),
+        ("dist.all_reduce(x, group=self.group)", Severity.DEVICE),
     ],
 )
 def test_a_collective_of_some_configurations_is_a_note(forward: str, expected: Severity):
@@ -132,12 +132,12 @@ def test_what_makes_a_group_is_an_error():
 def test_code_for_several_processes_or_for_measuring_is_a_note():
     call = "    torch.cuda.synchronize()\n"
     for head in ("def init_distributed_mode(args):", "def ring(q, sp_group):\n    sp_group.rank()"):
-        assert severities("TPU512", f"import torch\n{head}\n{call}") == [Severity.NOTE]
+        assert severities("TPU512", f"import torch\n{head}\n{call}") == [Severity.DEVICE]
     step = "def step(optimizer):\n    for group in optimizer.param_groups: pass"
     assert severities("TPU512", f"import torch\n{step}\n{call}") == [Severity.ERROR]
     assert severities("TPU512", "import torch\nif ddp: torch.cuda.set_device(0)\n") == []
     timer = f"import torch\nclass Timer:\n  def __enter__(self):\n{call}"
-    assert severities("TPU512", timer) == [Severity.NOTE]
+    assert severities("TPU512", timer) == [Severity.DEVICE]
 
 
 @pytest.mark.parametrize("test", ["x.device != torch.device('cuda')", "not x.is_cuda"])
@@ -150,16 +150,18 @@ def test_asking_whether_a_tensor_is_there_yet_is_no_guard(test: str):
 def test_code_on_the_host_counts_unless_a_port_does_without_it():
     body = "(model):\n    return model.cuda()\n"
     assert severities("TPU510", "def main" + body) == [Severity.ERROR]
-    assert severities("TPU510", "def test_model" + body) == [Severity.NOTE]
-    assert severities("TPU510", "def is_fast" + body) == [Severity.NOTE]
-    assert severities("TPU510", "if __name__ == '__main__':\n    model.cuda()\n") == [Severity.NOTE]
+    assert severities("TPU510", "def test_model" + body) == [Severity.DEVICE]
+    assert severities("TPU510", "def is_fast" + body) == [Severity.DEVICE]
+    assert severities("TPU510", "if __name__ == '__main__':\n    model.cuda()\n") == [
+        Severity.DEVICE
+    ]
 
 
 def test_tests_and_benchmarks_are_notes():
     source = "import torch\nimport triton\nx = torch.zeros(3, device='cuda')\n"
     for file in ("tests/ops/test_fast.py", "benchmark_fast.py", "evals/fast.py"):
-        assert severities("TPU514", source, file) == [Severity.NOTE]
-        assert severities("TPU511", source, file) == [Severity.NOTE]
+        assert severities("TPU514", source, file) == [Severity.DEVICE]
+        assert severities("TPU511", source, file) == [Severity.DEVICE]
     assert severities("TPU511", source, "/home/test/project/train.py") == [Severity.ERROR]
 
 
@@ -177,13 +179,13 @@ def test_an_assertion_of_cuda_is_an_error_where_it_always_runs():
 
 def test_a_file_that_starts_the_group_itself_is_noted():
     source = model(forward="dist.all_reduce(x)") + "\ndef setup_model():\n    init_dist('nccl')\n"
-    assert severities("TPU515", source) == [Severity.NOTE]
+    assert severities("TPU515", source) == [Severity.DEVICE]
 
 
 def test_an_import_that_only_some_functions_need_is_a_note():
     body = "    import flash_attn\n    return flash_attn.f(x)\n"
     assert severities("TPU514", "import flash_attn\n") == [Severity.ERROR]
-    assert severities("TPU514", "def fast_attention(x):\n" + body) == [Severity.NOTE]
+    assert severities("TPU514", "def fast_attention(x):\n" + body) == [Severity.DEVICE]
     head = "import torch\nclass A(torch.nn.Module):\n  def forward(self, x: torch.Tensor):\n"
     assert severities("TPU514", head + body) == [Severity.ERROR]
 
@@ -192,7 +194,7 @@ def test_forked_workers_and_scalers_are_notes():
     loader = "from torch.utils.data import DataLoader\nDataLoader([1], num_workers=2)\n"
     assert severities("TPU518", loader) == [Severity.NOTE]
     scaler = "import torch\nscaler = torch.amp.GradScaler('cuda')\n"
-    assert severities("TPU513", scaler) == [Severity.NOTE]
+    assert severities("TPU513", scaler) == [Severity.DEVICE]
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,12 @@ Ignore = Annotated[
     typer.Option(metavar="CODES", rich_help_panel=_RULES, help="Codes to ignore."),
 ]
 Severity = Annotated[
-    Literal["error", "silent", "slow", "note"] | None,
+    Literal["error", "silent", "slow", "device", "note"] | None,
     typer.Option(
         rich_help_panel=_RULES,
         help="The mildest severity to show: error stops the trace, silent gives wrong results, "
-        "slow costs time or memory, note is worth knowing. Default: slow.",
+        "slow costs time or memory, device is host code for CUDA, note is worth knowing. "
+        "Default: slow.",
         show_default=False,
     ),
 ]

@@ -32,7 +32,8 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         name: Its name with the folders around it, as `tail` returns it: code in `tests` or `data`
             is run by the host.
         options: `strict`, whether values of unknown kind count as traced inside a step; `facts`,
-            the functions of the file that only steps in other files reach, if there are any.
+            the functions of the file that only steps in other files reach, and `own`, the packages
+            for CUDA that the linted code itself is, if there are any.
 
     Returns:
         As JSON: `checked` as of `Checked.to_json`, and `summary` for `connect`, null where the file
@@ -40,7 +41,8 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     reached = frozenset(options.get("facts", ()))
     try:
-        checked, summary = _check(read_source(data, name), name, options["strict"], reached)
+        own = frozenset(options.get("own", ()))
+        checked, summary = _check(read_source(data, name), name, options["strict"], reached, own)
         return {"checked": checked.to_json(), "summary": summary}
     except UnreadableError as error:
         problem = Problem("", error.reason, error.trouble)
@@ -82,20 +84,21 @@ def parse(source: Source, name: str = "") -> Module:
     with warnings.catch_warnings():
         # Warnings about invalid escapes in strings are for other linters.
         warnings.simplefilter("ignore")
-        return Module(normal_line_breaks(source.text), file=name)
+        return Module(normal_line_breaks(source.text), file=name, newer=True)
 
 
 def _check(
-    source: Source, name: str, strict: bool, reached: frozenset[str]
+    source: Source, name: str, strict: bool, reached: frozenset[str], own: frozenset[str]
 ) -> tuple[Checked, dict[str, Any]]:
     # Imported late: an answer from the cache needs no rules.
     from tpuport.rules._discovery import find_rules
 
     module = parse(source, name)
     kinds = Inference(module, Roles(module, reached=reached))
-    context = Context(module, kinds, strict=strict)
+    context = Context(module, kinds, strict=strict, own=own)
     found = matches(context, [rule() for rule in find_rules()])
-    safeties = {id(match): safety for match, safety in prospects(context, found)}
+    fixes = [] if module.is_newer else prospects(context, found)
+    safeties = {id(match): safety for match, safety in fixes}
     directives = find_directives(module.text.text)
     steps = _steps(context)
     findings = [

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from tpuport.source.rewrite.finding import Severity
 from tpuport.source.rewrite.matching import Match
 from tpuport.source.rewrite.rewriter import NotSettledError, RewriteResult, rewrite
 from tpuport.source.syntax.module import Module
+
+# Linting reads syntax of newer Pythons too; rewriting needs the Python that the code is for.
+_VERSION = ".".join(map(str, sys.version_info[:2]))
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def rewrite_file(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str
         reason, trouble = error.reason, error.trouble
     except SyntaxError as error:
         place = f" in line {error.lineno}" if error.lineno else ""
-        reason = f"no Python 3 that can be read{place}: {error.msg}"
+        reason = f"no Python {_VERSION} that can be read{place}: {error.msg}"
     except UsageError as error:
         reason = str(error)
     except (RecursionError, MemoryError):

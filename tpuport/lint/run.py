@@ -24,6 +24,7 @@ from tpuport.lint.cache import Cache
 from tpuport.lint.check import check, connect, tail
 from tpuport.lint.files import shown_path
 from tpuport.lint.records import Checked, Problem, Trouble
+from tpuport.source.inference.gpu_only import CUDA_PACKAGES
 
 # Bytes of source below which starting another process costs more than it saves.
 MIN_PARALLEL_BYTES = 400_000
@@ -74,16 +75,22 @@ def run(
     passes = passes or Passes()
     names = [shown_path(path) for path in files]
     with Workers(jobs=jobs or processors(), cache=cache or Cache(None)) as workers:
-        inputs = [(path, {"strict": strict}) for path in files]
+        options = {"strict": strict, **_own_packages(files)}
+        inputs = [(path, options) for path in files]
         answers = workers.map(passes.check, inputs, progress)
         facts = passes.connect(_summaries(names, answers))
         again = [place for place, name in enumerate(names) if name in facts]
-        inputs = [
-            (files[place], {"strict": strict, "facts": facts[names[place]]}) for place in again
-        ]
+        inputs = [(files[place], {**options, "facts": facts[names[place]]}) for place in again]
         for place, answer in zip(again, workers.map(passes.check, inputs), strict=True):
             answers[place] = answer
     return [_checked(answer, name) for answer, name in zip(answers, names, strict=True)]
+
+
+def _own_packages(files: Sequence[Path]) -> dict[str, list[str]]:
+    """Return the packages for CUDA that are among the files, for `check`, if there are any."""
+    folders = {folder for path in files if path.name == "__init__.py" for folder in path.parts[:-1]}
+    own = sorted(CUDA_PACKAGES & folders)
+    return {"own": own} if own else {}
 
 
 def _summaries(names: Sequence[str], answers: "Sequence[Json | FileFailure]") -> dict[str, Json]:

@@ -9,6 +9,9 @@ from tpuport.source.rewrite.finding import Severity
 # Severities that keep a function from computing right results on TPU.
 BLOCKING = (Severity.ERROR, Severity.SILENT)
 
+# Severities that are no work of porting the step.
+_ASIDE = (Severity.DEVICE, Severity.NOTE)
+
 # Prefix of codes -> their topic, in the order of work: code that cannot be imported hides all
 # else, and speed is worth measuring only once results are right.
 STEPS = {
@@ -53,6 +56,7 @@ class PortingSummary:
         severities: Number of findings of each severity, the worst first.
         safeties: Number of fixable findings by the safety of the fix, without notes.
         steps: The steps of the work, in order; notes are not part of it.
+        devices: Files with host code for CUDA, the most of it first, and its lines.
     """
 
     functions: int
@@ -61,6 +65,7 @@ class PortingSummary:
     severities: dict[str, int]
     safeties: dict[str, int]
     steps: tuple[PortingStep, ...]
+    devices: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def share(self) -> float:
@@ -69,8 +74,8 @@ class PortingSummary:
 
     @property
     def total(self) -> int:
-        """Return the number of findings, without notes."""
-        return sum(count for name, count in self.severities.items() if name != Severity.NOTE)
+        """Return the number of findings, without notes and host code."""
+        return sum(count for name, count in self.severities.items() if name not in _ASIDE)
 
 
 def summarise(outcome: Outcome) -> PortingSummary:
@@ -83,7 +88,7 @@ def summarise(outcome: Outcome) -> PortingSummary:
     }
     in_step = {key for key in blocked if key[2]}
     severities = Counter(finding.severity.value for finding in findings)
-    work = tuple(finding for finding in findings if finding.severity is not Severity.NOTE)
+    work = tuple(finding for finding in findings if finding.severity not in _ASIDE)
     safeties = Counter(finding.safety for finding in work if finding.safety)
     return PortingSummary(
         functions=outcome.functions,
@@ -96,7 +101,17 @@ def summarise(outcome: Outcome) -> PortingSummary:
             for start, title in STEPS.items()
             if any(finding.code.startswith(start) for finding in work)
         ),
+        devices=_devices(findings),
     )
+
+
+def _devices(findings: tuple[Reported, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    lines: dict[str, set[int]] = {}
+    for finding in findings:
+        if finding.severity is Severity.DEVICE:
+            lines.setdefault(finding.file, set()).add(finding.line)
+    files = sorted(lines.items(), key=lambda item: (-len(item[1]), item[0]))
+    return tuple((file, tuple(sorted(numbers))) for file, numbers in files)
 
 
 def _step(start: str, title: str, findings: tuple[Reported, ...]) -> PortingStep:

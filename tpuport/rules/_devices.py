@@ -46,15 +46,15 @@ AVAILABLE = "torch.cuda.is_available()"
 
 
 def severity(node: ast.AST, context: Context, reached: Severity = Severity.ERROR) -> Severity:
-    """Return the severity of a site: `reached` in the step and in set-up, a note elsewhere.
+    """Return the severity of a site: `reached` in the step and in set-up, `device` elsewhere.
 
-    In a function whose name says that it is for CUDA, the site is a note, too.
+    In a function whose name says that it is for CUDA, it is `device`, too.
     """
     module = context.module
     if context.role(node) is Role.HOST or is_aside(node, module):
-        return Severity.NOTE
+        return Severity.DEVICE
     function = module.function(node)
-    return Severity.NOTE if function and FOR_CUDA.search(function.name) else reached
+    return Severity.DEVICE if function and FOR_CUDA.search(function.name) else reached
 
 
 def severity_anywhere(
@@ -62,20 +62,20 @@ def severity_anywhere(
 ) -> Severity:
     """Return the severity of a site that raises on a TPU machine in any code, host code included.
 
-    It stays a note in tests, benchmarks and demos, after `if __name__ == "__main__":`, in classes
+    It is `device` in tests, benchmarks and demos, after `if __name__ == "__main__":`, in classes
     that measure, and in functions that are for CUDA, start processes or find out about devices.
     """
     module = context.module
     function = module.function(node)
     scope = next((p for p in module.ancestors(node) if isinstance(p, ast.ClassDef)), None)
     if scope is not None and _MEASURES.search(scope.name):
-        return Severity.NOTE
+        return Severity.DEVICE
     aside = function is not None and (
         _PREDICATE.search(function.name)
         or FOR_CUDA.search(function.name)
         or (context.role(node) is Role.HOST and _ASIDE.search(function.name))
     )
-    return Severity.NOTE if aside or is_aside(node, module) else reached
+    return Severity.DEVICE if aside or is_aside(node, module) else reached
 
 
 def is_aside(node: ast.AST, module: Module) -> bool:

@@ -125,7 +125,7 @@ class CudaAutocast(Rule):
         if name is None or not _is_on(node):
             return
         if name in _SCALERS:
-            context.report(self, node, call=node, severity=Severity.NOTE)
+            context.report(self, node, call=node, severity=Severity.DEVICE)
         elif name in _CUDA or (name in _GENERAL and _device(node) is not None):
             if not is_guarded(node, context.module):
                 context.report(self, node, call=node)

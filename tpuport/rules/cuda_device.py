@@ -278,7 +278,7 @@ def _call_use(call: ast.Call, context: Context) -> Severity | None:
         return None
     in_class = isinstance(context.module.scope(call), ast.ClassDef)
     if isinstance(parent, ast.arguments) or (in_class and isinstance(parent, ast.AnnAssign)):
-        return Severity.NOTE  # a default that callers may change
+        return Severity.DEVICE  # a default that callers may change
     if not context.in_step(call) or not _redirected(call, context):
         return Severity.ERROR
     return Severity.SLOW
@@ -300,7 +300,7 @@ def _variable_use(target: ast.expr, node: ast.expr, context: Context) -> Severit
     if not _DEVICE.search(name):
         return None
     if isinstance(context.module.scope(node), ast.ClassDef):
-        return Severity.NOTE  # a default that callers may change
+        return Severity.DEVICE  # a default that callers may change
     in_process = isinstance(node, ast.JoinedStr) or context.in_step(node)
     return Severity.SLOW if in_process else Severity.ERROR
 
@@ -308,7 +308,7 @@ def _variable_use(target: ast.expr, node: ast.expr, context: Context) -> Severit
 def _default_use(arguments: ast.arguments, default: ast.expr) -> Severity | None:
     pairs = _with_defaults(arguments)
     taken = any(value is default and _DEVICE.search(argument.arg) for argument, value in pairs)
-    return Severity.NOTE if taken else None
+    return Severity.DEVICE if taken else None
 
 
 def _default_passed_on(call: ast.Call, context: Context) -> ast.expr | None:

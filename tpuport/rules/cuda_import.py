@@ -133,7 +133,7 @@ class CudaImport(Rule):
             self._look(node, [node.module], context)
 
     def _look(self, node: ast.stmt, names: list[str], context: Context) -> None:
-        own = PurePath(context.module.file).parts  # a package may import itself
+        own = {*PurePath(context.module.file).parts, *context.own}  # a package may import itself
         roots = [name.partition(".")[0] for name in names]
         packages = [root for root in roots if root in CUDA_PACKAGES and root not in own]
         if not packages or is_guarded(node, context.module, _ANY):
@@ -143,7 +143,7 @@ class CudaImport(Rule):
             return
         # Not by role: code that uses a package of kernels is taken for code that no TPU runs.
         lazy = function is not None and not _is_entry(function, context.module)
-        reached = Severity.NOTE if lazy or is_aside(node, context.module) else Severity.ERROR
+        reached = Severity.DEVICE if lazy or is_aside(node, context.module) else Severity.ERROR
         context.report(self, node, package=packages[0], severity=reached)
 
 

@@ -143,7 +143,7 @@ class CudaRuntime(Rule):
             return  # only entering it raises
         if not is_guarded(node, context.module, ASKS_STREAMS):
             chosen = deals_with_groups(node, context.module)
-            found = Severity.NOTE if chosen else severity_anywhere(node, context)
+            found = Severity.DEVICE if chosen else severity_anywhere(node, context)
             context.report(self, node, call=node, severity=found)
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:

@@ -135,7 +135,7 @@ class DistributedCall(Rule):
         is_ours = name in GROUP_WRAPPERS or (function != name and function in NEED_GROUP)
         if not is_ours or is_guarded(node, context.module, ASKS_GROUP):
             return
-        reached = Severity.NOTE if is_chosen(node, context.module) else Severity.ERROR
+        reached = Severity.DEVICE if is_chosen(node, context.module) else Severity.ERROR
         context.report(self, node, call=node, severity=severity(node, context, reached))
 
     def fix(self, node: ast.AST, context: Context) -> Fix:

@@ -15,6 +15,7 @@ _LEVELS = {
     Severity.ERROR: "error",
     Severity.SILENT: "error",
     Severity.SLOW: "warning",
+    Severity.DEVICE: "notice",
     Severity.NOTE: "notice",
 }
 

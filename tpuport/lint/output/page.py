@@ -17,6 +17,7 @@ MEANING = {
     Severity.ERROR: "stops the trace",
     Severity.SILENT: "wrong without a word",
     Severity.SLOW: "costs time or memory",
+    Severity.DEVICE: "host code for CUDA",
     Severity.NOTE: "worth knowing",
 }
 _MAX_CELLS = 1500

@@ -23,6 +23,7 @@ _LEVELS = {
     Severity.ERROR: "error",
     Severity.SILENT: "error",
     Severity.SLOW: "warning",
+    Severity.DEVICE: "note",
     Severity.NOTE: "note",
 }
 

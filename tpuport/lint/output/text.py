@@ -10,9 +10,17 @@ from tpuport.lint.records import RANK, Outcome, Reported
 from tpuport.lint.summary import PortingSummary, summarise
 from tpuport.source.rewrite.finding import Severity
 
-COLORS = {Severity.ERROR: "31", Severity.SILENT: "35", Severity.SLOW: "33", Severity.NOTE: "36"}
+COLORS = {
+    Severity.ERROR: "31",
+    Severity.SILENT: "35",
+    Severity.SLOW: "33",
+    Severity.DEVICE: "34",
+    Severity.NOTE: "36",
+}
 _BOLD, _DIM, _RULE, _GOOD, _FRAME = "1", "2", "1", "32", "34"
 _BAR = 40
+# Files and lines that the summary names.
+_MOST_FILES, _MOST_LINES = 8, 12
 _PIECES = " ▏▎▍▌▋▊▉█"
 
 
@@ -141,7 +149,7 @@ def _end(outcome: Outcome, style: Style, paint: Paint) -> list[str]:
         return []
     lines = [_count(outcome, paint), *(_aside(outcome, paint))]
     summary = summarise(outcome)
-    if summary.functions or summary.total:
+    if summary.functions or summary.total or summary.devices:
         lines += ["", *_summary(summary, paint)]
     return ["\n".join(lines)]
 
@@ -187,8 +195,25 @@ def _summary(summary: PortingSummary, paint: Paint) -> Iterator[str]:
         if summary.setup:
             where = plural(summary.setup, "blocking finding")
             yield f"  {where} outside of step functions, in imports and set-up"
-    if not summary.total:
-        return
+    if summary.total:
+        yield from _work(summary, paint)
+    if summary.devices:
+        yield from _devices(summary, paint)
+
+
+def _devices(summary: PortingSummary, paint: Paint) -> Iterator[str]:
+    lines = sum(len(numbers) for _, numbers in summary.devices)
+    where = f"{plural(lines, 'line')} in {plural(len(summary.devices), 'file')}"
+    yield f"{paint('Host code for CUDA', _BOLD)}: {where}, which `tpuport run` answers as it is"
+    for file, numbers in summary.devices[:_MOST_FILES]:
+        listed = ", ".join(map(str, numbers[:_MOST_LINES]))
+        more = f", +{len(numbers) - _MOST_LINES}" if len(numbers) > _MOST_LINES else ""
+        yield f"  {visible(file)}: {paint(listed + more, _DIM)}"
+    if (left := len(summary.devices) - _MOST_FILES) > 0:
+        yield paint(f"  and {plural(left, 'more file')}", _DIM)
+
+
+def _work(summary: PortingSummary, paint: Paint) -> Iterator[str]:
     yield paint("Order of work", _BOLD)
     most = max((step.count for step in summary.steps), default=1)
     for number, step in enumerate(summary.steps, start=1):

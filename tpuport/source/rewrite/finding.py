@@ -11,12 +11,14 @@ class Severity(StrEnum):
     """The effect on the program if the finding stays.
 
     `ERROR` stops the trace, `SILENT` makes the result wrong without an error, `SLOW` costs time or
-    memory, `NOTE` is worth knowing.
+    memory, `DEVICE` is host code for CUDA, which `tpuport run` answers and a port by hand changes,
+    `NOTE` is worth knowing.
     """
 
     ERROR = "error"
     SILENT = "silent"
     SLOW = "slow"
+    DEVICE = "device"
     NOTE = "note"
 
 

@@ -63,6 +63,7 @@ class Context:
         imports_inside: Whether a fix imports what it needs inside the function, as live rewriting
             does, and not at the top of the file.
         strict: Whether values of unknown kind count as traced inside a step.
+        own: The packages for CUDA that the linted code itself is.
     """
 
     def __init__(
@@ -72,8 +73,10 @@ class Context:
         *,
         imports_inside: bool = False,
         strict: bool = False,
+        own: frozenset[str] = frozenset(),
     ) -> None:
         self.module = module
+        self.own = own
         self.kinds = kinds
         self.matches: list[Match] = []
         self.imports_inside = imports_inside

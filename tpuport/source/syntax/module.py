@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from tpuport.source.syntax.imported import imported_names
+from tpuport.source.syntax.newer_python import parse_newer
 from tpuport.source.syntax.text import Edit, Passage, SourceText
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -41,14 +42,27 @@ class Module:
         source: Text with line breaks `\\n`.
         file: The file name that findings carry.
         text: The same text with the origin of each line, if an earlier pass has edited it.
+        newer: Whether syntax of a newer Python than this one may be read. Then no fix is possible:
+            nodes are those of other text, which has the same positions.
 
     Raises:
         SyntaxError: the text is not Python.
     """
 
-    def __init__(self, source: str, *, file: str = "<string>", text: SourceText | None = None):
+    def __init__(
+        self,
+        source: str,
+        *,
+        file: str = "<string>",
+        text: SourceText | None = None,
+        newer: bool = False,
+    ) -> None:
         self.file = file
-        self.tree = ast.parse(source, filename=file)
+        self.is_newer = False
+        if newer:
+            self.tree, self.is_newer = parse_newer(source, file)
+        else:
+            self.tree = ast.parse(source, filename=file)
         self.text = text or SourceText(source)
         self._used: dict[ast.AST, set[str]] = {}
         self._taken: dict[ast.AST, set[str]] = {}
