@@ -545,3 +545,36 @@ def test_a_module_of_frozen_weights_passes_gradients_on():
         return x.grad
 
     close(*both(gradients))
+
+
+class TrainsItself(nn.Linear):
+    """A layer that keeps its optimizer, as forward-forward training writes it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x / x.norm(2, 1, keepdim=True) @ self.weight.T + self.bias)
+
+    def fit(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            self.optimizer.zero_grad()
+            self(x).pow(2).mean().backward()
+            self.optimizer.step()
+        return self(x).detach()
+
+
+def test_a_module_that_keeps_its_optimizer():
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [TrainsItself(3, 4).to(device), TrainsItself(4, 2).to(device)]
+        x = torch.linspace(-1, 1, 15).reshape(5, 3).to(device)
+        for layer in layers:
+            x = layer.fit(x)
+        return [x.cpu(), *(p.detach().cpu() for layer in layers for p in layer.parameters())]
+
+    expected = trained("cpu")
+    with tpuport.porting():
+        found = trained("cuda")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -177,8 +177,10 @@ class Cloner:
         """Return a copy whose parts are still to be copied; the value itself if it is shared."""
         if isinstance(value, torch.nn.Module):
             return blank_of(value.__class__)(value.__class__)
-        package = type(value).__module__.split(".")[0]
-        is_object = package not in _SHARED_PACKAGES and (
+        package, _, inner = type(value).__module__.partition(".")
+        # An optimizer that a module keeps holds the module's parameters.
+        is_shared = package in _SHARED_PACKAGES and not inner.startswith("optim.")
+        is_object = not is_shared and (
             hasattr(value, "__dict__") or bool(slots_of(value))
         )
         if is_object or isinstance(value, (dict, list, set, deque)):
