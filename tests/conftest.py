@@ -48,7 +48,7 @@ def _exception_only(excinfo: pytest.ExceptionInfo[BaseException], style: object 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_context_of_mlir_for_many_programs() -> None:
-    """Share what jax makes for each program: loading MLIR's dialects takes a seventh of a small one.
+    """Share what jax makes for each program: it takes a tenth of the time of compiling a small one.
 
     A context keeps constants and places in files, so that a new one follows now and then.
     """
