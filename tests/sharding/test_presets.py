@@ -128,7 +128,7 @@ def sharded(made: tiny.Tiny, preset: str, mesh_axes: dict[str, int]) -> Any:
     return ported
 
 
-# The video model takes as long as the three others. They run with each preset, and it runs with those
+# The video model takes as long as the three others, which run with each preset. It runs with those
 # of two axes.
 LONG = {("video", preset) for preset in ("replicated", "ddp", "fsdp", "tensor_parallel")}
 
