@@ -1,6 +1,5 @@
 """The benchmark of a training step: everyone takes the same step, and the page says what ran."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def test_all_take_the_same_step():
     batch = benchmark.make_batch(Options(tokens=4), CONFIG.state_width)
 
     def planner() -> Any:
-        return benchmark.fill_zeros(make_planner(replace(CONFIG, layers=1)))
+        return benchmark.fill_zeros(make_planner(CONFIG))
 
     def drawn(model: Any, batch: Any) -> Any:
         with benchmark._drawn(batch):

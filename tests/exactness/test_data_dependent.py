@@ -11,6 +11,7 @@ Contents:
     test_refused_*    what cannot be exact is a PortError that names the line
 """
 
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -319,6 +320,21 @@ def test_values_under_plain_torchax(scenario):
     check_calls(scenario, PlainTorchax)
 
 
+def _signed(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x * 2
+    return x - 1
+
+
+_SIGNED_TOO = FunctionType(_signed.__code__, globals(), "signed_too")
+
+
+def test_a_branch_in_a_function_and_in_a_copy_of_it():
+    # Both have the same code, but the first that runs says nothing of the second.
+    both = Scenario("both", lambda: lambda x: _signed(x) + 3 * _SIGNED_TOO(-x), EACH, CONCRETE)
+    assert check_calls(both, by_tpuport).report.retraces == []
+
+
 # Exceptions.
 
 
@@ -343,7 +359,7 @@ def _raises(x: torch.Tensor) -> torch.Tensor:
         (lambda x: x * float("nan"), AssertionError, "not finite"),
         (lambda x: x - 10, TooSmall, "below zero"),
         (lambda x: x * 1000, RuntimeError, r"too large for \(4, 6\)"),
-        (lambda x: x * 0 + 1 / 24, AssertionError, "sums to one"),
+        (lambda x: torch.eye(4, 6) / 4, AssertionError, "sums to one"),
     ],
     ids=["assert", "raise", "raise_with_shape", "torch_assert"],
 )

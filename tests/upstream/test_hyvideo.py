@@ -153,7 +153,15 @@ TRAINED = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+# "flash2" runs the lines around them, and tests/running has tests of these packages: flash_attn and
+# provided_packages.
+OF_OTHER_PACKAGES = {"flash3", "sageattn"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c in OF_OTHER_PACKAGES)) for c in CASES],
+)
 def test_forward(case):
     changes, given = CASES[case]
     # Every line of a block runs with one; the second is for the gradients of the first one's text.

@@ -1,6 +1,8 @@
 """Entries of the port report, made from what conversion and tracing found."""
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable
 from importlib import metadata
@@ -27,12 +29,7 @@ _PACKAGES = ("tpuport", "torch", "torchax", "jax", "jaxlib", "libtpu", "transfor
 
 def new_report(target: torch.nn.Module | Callable[..., Any]) -> PortReport:
     """Make a report that names what is being ported, its size, and the versions of the packages."""
-    versions = {}
-    for name in _PACKAGES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    versions = dict(_versions())
     if not isinstance(target, torch.nn.Module):
         return PortReport(
             getattr(target, "__name__", str(target)), class_file=_file(target), versions=versions
@@ -48,6 +45,15 @@ def new_report(target: torch.nn.Module | Callable[..., Any]) -> PortReport:
         num_buffers=sum(b.numel() for b in buffers),
         buffer_bytes=sum(b.numel() * b.element_size() for b in buffers),
     )
+
+
+@functools.cache  # to read them takes longer than to trace a small model
+def _versions() -> dict[str, str]:
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _file(thing: Any) -> str:

@@ -5,7 +5,7 @@ import torch
 from recipes.recogdrive.diffusion import Sampler
 from recipes.recogdrive.planner import Planner, PlannerConfig, make_planner
 
-CONFIG = PlannerConfig(heads=2, head_dim=8, layers=2, output_dim=24, state_width=12, hidden=32)
+CONFIG = PlannerConfig(heads=2, head_dim=8, layers=1, output_dim=24, state_width=12, hidden=32)
 
 
 def small_planner(

@@ -12,7 +12,7 @@ from recipes.recogdrive import vlm
 from recipes.recogdrive.planner import PlannerConfig
 from tests.recipes.recogdrive.runs import command, logged
 
-SMALLER = PlannerConfig(heads=2, head_dim=16, layers=2, output_dim=32, state_width=64, hidden=64)
+SMALLER = PlannerConfig(heads=2, head_dim=16, layers=1, output_dim=32, state_width=64, hidden=64)
 # One layer of each kind: what they are trained to does not depend on how many there are.
 ONE = {"num_hidden_layers": 1}
 THIN = vlm.Size(vlm.SIZES["tiny"].text | ONE, vlm.SIZES["tiny"].vision | ONE)

@@ -13,7 +13,7 @@ from recipes.recogdrive import grpo, kinds
 from recipes.recogdrive.make_data import make_cache
 from recipes.recogdrive.rewards import RewardPool, SimpleScorer
 from recipes.recogdrive.train import TrainOptions
-from tests.recipes.recogdrive.small import CONFIG, scenes, small_planner
+from tests.recipes.recogdrive.small import scenes, small_planner
 from tpuport.foundation.errors import UsageError
 
 TRAIN = TrainOptions(epochs=1, warmup_epochs=0, min_lr=0.0, ema_decay=None)
@@ -164,7 +164,7 @@ def test_a_mesh_leaves_the_numbers_as_they_are():
     with RewardPool(SimpleScorer(), 0) as pool:
         for mesh in (None, {"data": -1}):
             options = grpo.GrpoOptions(train=dataclasses.replace(TRAIN, mesh=mesh), samples=2)
-            planner = small_planner(config=dataclasses.replace(CONFIG, layers=1))
+            planner = small_planner()
             step = grpo.make_grpo_step(planner, kinds.OURS, pool, list("abcdefgh"), options, 10)
             state, placed = step.init(), step.place(batch)
             found.append(step.sampled(state, placed))

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,7 +17,6 @@ from tests.recipes.recogdrive.runs import command, has_state, logged
 from tests.recipes.recogdrive.small import CONFIG, small_planner
 
 # The least of a planner: what a run keeps does not depend on its size.
-SMALLEST = replace(CONFIG, layers=1)
 # The command with that size, reading slowly, so that it is not through before it is killed.
 SCRIPT = f"""
 import time
@@ -28,7 +26,7 @@ from recipes.recogdrive.planner import PlannerConfig
 
 read = layouts.CacheDataset.__getitem__
 layouts.CacheDataset.__getitem__ = lambda self, index: time.sleep(0.1) or read(self, index)
-planner.SIZES["tiny"] = {SMALLEST!r}
+planner.SIZES["tiny"] = {CONFIG!r}
 app()
 """
 STEPS = 12
@@ -42,11 +40,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Six samples, a planner, and what runs compile, which is the same for all of them."""
     folder = tmp_path_factory.mktemp("killed")
     make_cache(folder / "cache", count=6, tokens=4, width=12)
-    tpuport.save_checkpoint(
-        folder / "begun.safetensors", small_planner(config=SMALLEST).state_dict()
-    )
+    tpuport.save_checkpoint(folder / "begun.safetensors", small_planner().state_dict())
     with (
-        mock.patch.dict(planners.SIZES, tiny=SMALLEST),
+        mock.patch.dict(planners.SIZES, tiny=CONFIG),
         tpuport.compile_cache(folder / "programs", min_compile_seconds=0.0),
     ):
         yield folder

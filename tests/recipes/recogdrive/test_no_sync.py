@@ -7,7 +7,7 @@ next step was begun.
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -125,7 +125,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gated, d
     # It compiles a sampler, which is none of the loop's.
     validation = mock.Mock(return_value={}, last={"val_l1": 0.0})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(planners.SIZES, "tiny", replace(CONFIG, layers=1))
+        patch.setitem(planners.SIZES, "tiny", CONFIG)
         patch.setattr(training, "make_step", gated)
         patch.setattr(training, "make_validation", mock.Mock(return_value=validation))
         train(folder / "cache", folder / "out", options)

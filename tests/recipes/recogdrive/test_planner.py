@@ -1,6 +1,7 @@
 """The planner as programs: the steps, gradients and samples of eager PyTorch."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import tpuport
 from recipes.recogdrive import kinds
 from recipes.recogdrive.diffusion import SAMPLERS, denormalise, normalise
 from recipes.recogdrive.train import BETAS, WEIGHT_DECAY, TrainOptions, make_optimizer
-from tests.recipes.recogdrive.small import scenes, small_planner
+from tests.recipes.recogdrive.small import CONFIG, scenes, small_planner
 from tpuport.foundation.errors import UsageError
 from tpuport.training import TrainStep, make_train_step
 
@@ -82,7 +83,9 @@ def test_twenty_steps_are_those_of_torch(sampler):
 # test_twenty_steps_are_those_of_torch has the other sampler's.
 @pytest.mark.parametrize("sampler", ["ddim", pytest.param("flow", marks=pytest.mark.slow)])
 def test_every_gradient_is_that_of_torch(sampler):
-    planner, batch = small_planner(sampler), scenes(noise=True, sampler=sampler)
+    """Of two blocks, one after the other."""
+    planner = small_planner(sampler, config=dataclasses.replace(CONFIG, layers=2))
+    batch = scenes(noise=True, sampler=sampler)
     ported = tpuport.convert(planner, methods=(kinds.imitation_loss,), verify=False)
 
     def loss(params: Any) -> Any:

@@ -106,8 +106,11 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     array = to_numpy_array(tensor)
     target = jax_dtype(tensor.dtype)
     check_fits(array, target)
-    # A copy: jax may alias a numpy buffer that torch later writes to.
-    return jnp.array(array, dtype=target, copy=True)
+    # A copy: jax may alias a numpy buffer that torch later writes to. numpy makes it, because XLA
+    # would compile a program for each shape.
+    with np.errstate(over="ignore", invalid="ignore"):
+        copy = np.array(array, dtype=target)
+    return jax.device_put(copy)
 
 
 def fits(tensor: torch.Tensor) -> bool:

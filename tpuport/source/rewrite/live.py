@@ -9,6 +9,7 @@ import gc
 import inspect
 import linecache
 import textwrap
+import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -103,6 +104,19 @@ def functions_with(code: CodeType) -> list[FunctionType]:
         and candidate.__code__.co_filename == code.co_filename
         and any(inner is code for inner in codegen.nested_codes(candidate.__code__))
     ]
+
+
+def functions_that_ran(code: CodeType, error: BaseException) -> list[FunctionType]:
+    """Return the functions that ran a code object when it raised an error, as its frames have them.
+
+    A search of all that lives, as `functions_with`, takes as long as the trace of a small model.
+    """
+    found: dict[int, FunctionType] = {}
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is code:
+            held = (f for f in gc.get_referents(frame) if type(f) is FunctionType)
+            found |= {id(f): f for f in held if f.__code__ is code}
+    return list(found.values())
 
 
 def site_of(frame: FrameType) -> Site:

@@ -48,7 +48,8 @@ class RestartTrace(BaseException):
 class SpeculationLog:
     """The knowledge that earlier attempts at this trace gained.
 
-    `tried` are the lines (file, line) that the rules have been asked to rewrite. `explore` are the
+    `tried` are the lines (file, line) that the rules have been asked to rewrite, `alone` the code
+    that was rewritten in the function that ran it and in no copy of that. `explore` are the
     module calls to run once for each outcome. `within` are those whose branches belong to the call
     around them, which catches what they raise. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
@@ -57,6 +58,7 @@ class SpeculationLog:
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
+    alone: set[CodeType] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
     within: set[str] = field(default_factory=set)
     host_state: bool = False
@@ -115,5 +117,6 @@ class SpeculationLog:
         if frame is None:
             return
         site = site_of(frame)
-        if (frame.f_code.co_filename, site.line, site.column) not in self.tried:
+        key = (frame.f_code.co_filename, site.line, site.column)
+        if key not in self.tried or frame.f_code in self.alone:
             raise RestartTrace(site=(frame.f_code, site))

@@ -80,6 +80,7 @@ class Tracer:
     plan: SpeculationLog = field(default_factory=SpeculationLog)
     plans: dict[Any, SpeculationLog] = field(default_factory=dict)
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
+    alone: set[CodeType] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
@@ -172,7 +173,7 @@ class Tracer:
 
     def plan_for(self, method: str, spec: pytree.TreeSpec) -> SpeculationLog:
         """Return what is known of calls of a method with arguments of one structure."""
-        shared = {"tried": self.tried, "numbers": self.numbers}
+        shared = {"tried": self.tried, "alone": self.alone, "numbers": self.numbers}
         return self.plans.setdefault((method, spec.key), SpeculationLog(**shared))
 
     def _learn(self, restart: RestartTrace) -> None:
@@ -182,19 +183,26 @@ class Tracer:
         frame_code, site = restart.site
         key = (frame_code.co_filename, site.line, site.column)
         started = time.perf_counter()
-        for function in self._functions_with(frame_code):
+        for function in self._functions_with(frame_code, restart):
             sites = self.sites.setdefault(function, set())
             sites.add(site)
             result = live.rewrite_function(function, sites=sites, rules=self.rules)
             if isinstance(result, live.LiveRewrite):
                 self.rewrites[function] = result
+            else:
+                self.alone.discard(frame_code)
         self.rewrite_seconds += time.perf_counter() - started
         self.plan.tried.add(key)
 
-    def _functions_with(self, code: CodeType) -> list[Any]:
+    def _functions_with(self, code: CodeType, restart: RestartTrace) -> list[Any]:
         """Return the user's functions whose code, original or rewritten, contains `code`."""
         ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
-        return ours or live.functions_with(code)
+        if ours or "<locals>" in code.co_qualname or code in self.alone:
+            self.alone.discard(code)
+            return ours or live.functions_with(code)
+        found = live.functions_that_ran(code, restart)
+        self.alone |= {code} if found else set()
+        return found or live.functions_with(code)
 
     def _attempt(self, request: TraceRequest) -> TraceResult:
         options = TraceOptions(
