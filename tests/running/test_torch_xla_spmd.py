@@ -166,7 +166,7 @@ def test_fsdp_shards_the_longest_dim_and_wraps_what_the_policy_names(xs):
     assert found["_orig_module.blocks.0._orig_module.up.weight"] == P("fsdp")
     assert found["_orig_module.blocks.0._orig_module.down.weight"] == P(None, "fsdp")
     for wrong in (FSDPv2, lambda m: FSDPv2(m, extra_data_axis="dcn")):
-        with pytest.raises(UsageError, match="wrapped already|no axis 'dcn'"):
+        with pytest.raises(UsageError, match=r"wrapped already|no axis 'dcn'"):
             wrong(model if wrong is FSDPv2 else net())
     xs.set_global_mesh(xs.get_1d_mesh("data"))
     with pytest.raises(UsageError, match="no axis 'fsdp'"):

@@ -36,11 +36,13 @@ def spread(tensor: torch.Tensor, sharding: NamedSharding) -> None:
     Raises:
         UsageError: the devices of its mesh, or their order, differ from those of an earlier one.
     """
+    over = sharding.mesh
+    assert isinstance(over, Mesh)
     with _LOCK:
-        first = _MESH.setdefault("mesh", sharding.mesh)  # type: ignore[arg-type]
-    if list(first.devices.flat) != list(sharding.mesh.devices.flat):
+        first = _MESH.setdefault("mesh", over)
+    if list(first.devices.flat) != list(over.devices.flat):
         raise UsageError(
-            f"a tensor is sharded over the devices {_numbers(sharding.mesh)}, and an earlier one"
+            f"a tensor is sharded over the devices {_numbers(over)}, and an earlier one"
             f" over {_numbers(first)}: a program runs on one list of devices. What to do: make all"
             " meshes of the same devices, in the same order"
         )

@@ -91,19 +91,19 @@ class Mesh:
 
     @functools.cached_property
     def _jax(self) -> JaxMesh:
-        devices = np.empty(self.mesh_shape, dtype=object)
         found = jax.devices()
-        devices.flat = [found[number] for number in self.device_ids]
+        devices = np.empty(len(found), dtype=object)
+        devices[:] = [found[number] for number in self.device_ids]
         names = self.axis_names or tuple(map(str, range(len(self.mesh_shape))))
-        return JaxMesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
+        return JaxMesh(devices.reshape(self.mesh_shape), names, axis_types=(AxisType.Auto,) * len(names))
 
     def named(self, axis: Any) -> str:
         """Return the name of an axis that a spec calls by name or number."""
         names = self._jax.axis_names
         if isinstance(axis, (int, np.integer)) and 0 <= axis < len(names):
-            return names[axis]
+            return str(names[int(axis)])
         if axis in names:
-            return axis
+            return str(axis)
         raise UsageError(f"the spec names the axis {axis!r}; the mesh has {', '.join(names)}")
 
     def sharding(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
