@@ -114,6 +114,9 @@ def _served(version: dict[str, Any]) -> dict[str, dict[str, Any]]:
             "_xla_metrics_report": metrics.metrics_report,
             "_get_xla_sharding_spec": spmd.sharding_text,
             "_xla_get_default_device": lambda: "xla:0",
+            "_xla_set_mat_mul_precision": runtime.set_mat_mul_precision,
+            "_xla_get_mat_mul_precision": runtime.get_mat_mul_precision,
+            "_xla_computation_cache_is_initialized": lambda: "cache" in state.STATE.counts,
         },
         "torch_xla.runtime": _without(_own(runtime), *backends, "wait_device_ops"),
         "torch_xla.backends": {**backends, "logger": logging.getLogger("torch_xla")},
@@ -166,6 +169,7 @@ def _distributed() -> dict[str, dict[str, Any]]:
     sharding = _without(_own(spmd), "split_over_devices", "sharding_text")
     patches = _picked(spmd, "XLAPatchedLinear", "apply_xla_patch_to_nn_linear")
     face = {**wrapper, **_picked(fsdp, "checkpoint_module")}
+    sharding["PartitionSpec"] = spmd.PartitionSpec
     return {
         "torch_xla.distributed": {},
         "torch_xla.distributed.parallel_loader": _own(parallel_loader),
@@ -175,10 +179,8 @@ def _distributed() -> dict[str, dict[str, Any]]:
         "torch_xla.distributed.spmd.api": {},
         "torch_xla.distributed.spmd.debugging": {},
         "torch_xla.distributed.spmd.xla_sharded_tensor": {},
-        "torch_xla.distributed.spmd.xla_sharding": {
-            **sharding,
-            "PartitionSpec": spmd.PartitionSpec,
-        },
+        "torch_xla.distributed.spmd.xla_sharding": sharding,
+        "torch_xla.experimental.xla_sharding": sharding,  # its name before 2.2
         "torch_xla.distributed.fsdp": face,
         "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": wrapper,
         "torch_xla.distributed.fsdp.state_dict_utils": {},

@@ -8,7 +8,7 @@ import jax
 
 from tpuport.compat.emulated import accelerator
 from tpuport.compat.emulated.programs import PortWarning
-from tpuport.compat.packages._torch_xla.state import STATE, set_variable
+from tpuport.compat.packages._torch_xla.state import STATE, count, set_variable
 from tpuport.foundation.errors import UsageError
 
 R = TypeVar("R")
@@ -142,6 +142,7 @@ def initialize_cache(path: str, readonly: bool = False) -> None:
             " leave readonly out, or copy the folder first"
         )
     compile_cache(path)
+    count("cache")
 
 
 def get_num_cached_compilation_graph() -> int:
