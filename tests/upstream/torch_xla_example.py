@@ -125,4 +125,5 @@ def losses(examples: Path, script: str, arguments: list[str]) -> list[float]:
 if __name__ == "__main__":
     place = Path(sys.argv[1]).resolve()
     root = next(parent for parent in place.parents if parent.name == "examples")
-    print("losses", json.dumps(losses(root, str(place.relative_to(root)), sys.argv[2:])))
+    text = json.dumps(losses(root, str(place.relative_to(root)), sys.argv[2:]))
+    sys.stdout.write(f"losses {text}\n")

@@ -95,7 +95,8 @@ class Mesh:
         devices = np.empty(len(found), dtype=object)
         devices[:] = [found[number] for number in self.device_ids]
         names = self.axis_names or tuple(map(str, range(len(self.mesh_shape))))
-        return JaxMesh(devices.reshape(self.mesh_shape), names, axis_types=(AxisType.Auto,) * len(names))
+        kinds = (AxisType.Auto,) * len(names)
+        return JaxMesh(devices.reshape(self.mesh_shape), names, axis_types=kinds)
 
     def named(self, axis: Any) -> str:
         """Return the name of an axis that a spec calls by name or number."""
