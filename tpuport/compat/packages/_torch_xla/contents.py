@@ -158,7 +158,10 @@ def _debug() -> dict[str, dict[str, Any]]:
     return {
         "torch_xla.debug": {},
         "torch_xla.debug.metrics": _without(_own(metrics), "traces", "end"),
-        "torch_xla.debug.profiler": _own(profiler),
+        "torch_xla.debug.profiler": {
+            **_without(_own(profiler), "NamedTrace"),
+            "Trace": profiler.NamedTrace,
+        },
         "torch_xla.test": {},
         "torch_xla.test.test_utils": _own(test_utils),
     }

@@ -55,8 +55,8 @@ def stop_trace() -> None:
     jax.profiler.stop_trace()
 
 
-class Trace(contextlib.AbstractContextManager[None]):
-    """A block with a name in the recording, and in the programs traced in it."""
+class NamedTrace(contextlib.AbstractContextManager[None]):
+    """A block with a name in the recording and in programs traced in it; torch_xla's `Trace`."""
 
     def __init__(self, name: str, **kwargs: Any) -> None:
         self.name = name
@@ -71,7 +71,7 @@ class Trace(contextlib.AbstractContextManager[None]):
         self._blocks.close()
 
 
-class StepTrace(Trace):
+class StepTrace(NamedTrace):
     """A block that is a step: it ends with a step boundary."""
 
     def __enter__(self) -> None:
@@ -89,7 +89,7 @@ def trace_me(scope: str) -> Callable[..., Any]:
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            with Trace(scope):
+            with NamedTrace(scope):
                 return function(*args, **kwargs)
 
         return call
