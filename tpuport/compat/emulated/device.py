@@ -277,7 +277,7 @@ def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], TracedTensor) and is_tagged(args[0]) and not _asked_by_us():
         # CUDA refuses too; and writes through the array could not be noticed.
         msg = (
-            "can't convert cuda:0 device type tensor to numpy."
+            f"can't convert {shown_device()} device type tensor to numpy."
             " Use Tensor.cpu() to copy the tensor to host memory first."
         )
         raise TypeError(msg)
