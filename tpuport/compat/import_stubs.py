@@ -44,6 +44,9 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Record the module, so that it leaves `sys.modules` with the context."""
         self._made[module.__name__] = module
+        package = find_packages().get(module.__name__)
+        if package is not None:
+            package().begin()
         for name in self._below:
             importlib.import_module(name)
 
@@ -62,13 +65,13 @@ class _Provided(importlib.abc.MetaPathFinder):
         package = find_packages().get(fullname.partition(".")[0])
         if package is None or package.IF_MISSING or active() is None:
             return None
-        return _provide(package, fullname, self._made)
+        return _provide(package, fullname, self._made) if package().serves() else None
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         """Find the provided packages' metadata for `importlib.metadata`."""
         wanted = getattr(context, "name", None)
         for package in find_packages().values() if active() is not None else ():
-            if package.IF_MISSING:
+            if package.IF_MISSING or not package().serves():
                 continue
             if wanted is None or _plain(wanted) == _plain(package.DISTRIBUTION):
                 yield _Distribution(package)
@@ -198,6 +201,8 @@ class StandIns(InForce):
             if finder in sys.meta_path:
                 sys.meta_path.remove(finder)
         for name, module in self._made.items():
+            if name in find_packages():
+                find_packages()[name]().end()
             if sys.modules.get(name) is module:
                 del sys.modules[name]
             parent, _, last = name.rpartition(".")

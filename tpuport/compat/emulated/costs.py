@@ -28,10 +28,12 @@ class Calls:
     Attributes:
         counts: Calls by the class of the module.
         loops: By the same class, the method around the calls, as `--program` takes it.
+        traces: How many programs were traced for them.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     loops: dict[str, str] = field(default_factory=dict)
+    traces: int = 0
     _running: dict[str, list[FrameType]] = field(default_factory=dict)
 
     def note(

@@ -28,6 +28,7 @@ from tpuport.foundation.interop.device_mark import (
     is_accelerator,
     is_tagged,
     mark_of,
+    shown_device,
     storage_of,
     tag,
 )
@@ -103,14 +104,22 @@ def _caller(depth: int) -> str:
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
     if is_tagged(args[0]) and not _asked_by_us():
-        return CUDA
+        return shown_device()
     return func(*args)
 
 
 @_handles(_getter("is_cuda"))
 def _is_cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
-    return True if is_tagged(args[0]) and not _asked_by_us() else func(*args)
+    there = is_tagged(args[0]) and not _asked_by_us()
+    return shown_device().type == "cuda" if there else func(*args)
+
+
+@_handles(_getter("is_xla"))
+def _is_xla(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del kwargs
+    there = is_tagged(args[0]) and not _asked_by_us()
+    return shown_device().type == "xla" if there else func(*args)
 
 
 @_handles(_getter("is_cpu"))
@@ -194,12 +203,13 @@ def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, wanted = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
     if wanted is None:
         name = func(tensor)
-        return name.replace("torch.", "torch.cuda.", 1) if is_tagged(tensor) else name
+        there = f"torch.{shown_device().type}."
+        return name.replace("torch.", there, 1) if is_tagged(tensor) else name
     if isinstance(wanted, type):  # torch.cuda.FloatTensor
         wanted = f"{wanted.__module__}.{wanted.__name__}"
     if isinstance(wanted, str):
-        on_accelerator = wanted.startswith("torch.cuda.")
-        host_type = wanted.replace("torch.cuda.", "torch.", 1)
+        on_accelerator = wanted.startswith(("torch.cuda.", "torch.xla."))
+        host_type = wanted.replace("torch.cuda.", "torch.", 1).replace("torch.xla.", "torch.", 1)
         dtype = torch.empty(0).type(host_type).dtype
         return _moved(tensor, on_accelerator, {} if dtype == tensor.dtype else {"dtype": dtype})
     return _settled(func(*args, **kwargs), args, kwargs)
@@ -267,7 +277,7 @@ def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], TracedTensor) and is_tagged(args[0]) and not _asked_by_us():
         # CUDA refuses too; and writes through the array could not be noticed.
         msg = (
-            "can't convert cuda:0 device type tensor to numpy."
+            f"can't convert {shown_device()} device type tensor to numpy."
             " Use Tensor.cpu() to copy the tensor to host memory first."
         )
         raise TypeError(msg)
@@ -369,7 +379,7 @@ def emulated() -> Iterator[None]:
     if depth == 0:
         _THREAD.mode = Emulated()
         _push_mode(_THREAD.mode)
-        set_seen_device(CUDA)
+        set_seen_device(shown_device())
     _THREAD.depth = depth + 1
     try:
         yield

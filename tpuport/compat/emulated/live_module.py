@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.compat.emulated import gradients
+from tpuport.compat.emulated import gradients, spread
+from tpuport.compat.emulated.settings import active
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
@@ -60,7 +61,8 @@ class LiveModel(PortedModel):
         self._frame = frame_of(self._tree, module)
         # Each structure of the module that was seen has a number; cached programs belong to one.
         self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
-        self._keys = {name: key_of(t) for name, t in self._tree.leaves.items()}
+        # A model begins on one device, whatever the script spreads.
+        self._keys = {name: (key_of(t), None, None) for name, t in self._tree.leaves.items()}
         if verified:
             self._verifier = verify.Verifier(self, self._source, rtol)
             self._verifier.always = verified == "always"
@@ -86,6 +88,7 @@ class LiveModel(PortedModel):
         refuse_backward_hooks(self._user)
         # Without torch's function modes, reading the tensors takes half the time.
         with torch._C.DisableTorchFunction():
+            self._follow_shardings(args, kwargs)
             self._take_in()
         before = self._values()
         self._python_changes.clear()
@@ -115,6 +118,17 @@ class LiveModel(PortedModel):
         for name in [n for n in tree.leaves if n in unread or (starts and n.startswith(starts))]:
             del tree.leaves[name]
         return tree
+
+    def _follow_shardings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put weights and arguments on the devices over which the script spreads them."""
+        mesh = spread.mesh()
+        if mesh is None:
+            return
+        placement = self._placement
+        if not isinstance(placement, spread.OnDevices):
+            placement = spread.OnDevices(mesh)
+            self._reconfigure(placement=placement)
+        placement.take(args, kwargs)
 
     def _look_outside(self) -> None:
         """Find what the code reads outside of the module, and read it."""
@@ -179,7 +193,7 @@ class LiveModel(PortedModel):
             return
         if registered and not is_tagged(leaf):
             tag(leaf)
-        key = key_of(leaf)
+        key = _key(leaf, registered)
         # A plain attribute may require grad too: an output of another module, set by a script.
         holder, other = self.buffers, self.params
         if leaf.requires_grad:
@@ -195,7 +209,7 @@ class LiveModel(PortedModel):
         if not known:
             self._new_version()
         other.pop(name, None)
-        holder[name] = backend.to_jax(leaf)
+        holder[name] = spread.placed(leaf)
 
     # -- what a call changed -----------------------------------------------------------------------
 
@@ -221,7 +235,8 @@ class LiveModel(PortedModel):
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         if self._python_changes:
             self._set_frame(frame_of(self._tree, self._user))
-            self._keys |= {n: key_of(t) for n, t in self._tree.leaves.items()}
+            registered = self._tree.registered
+            self._keys |= {n: _key(t, n in registered) for n, t in self._tree.leaves.items()}
 
     def _give_tensor(self, name: str, leaf: torch.Tensor, value: jax.Array) -> None:
         new = backend.to_torch(value, leaf.dtype)
@@ -233,7 +248,7 @@ class LiveModel(PortedModel):
             # Eager rebinds a plain attribute: references to the old tensor keep the old values.
             fqn, attribute = owner
             leaf = vars(self._user.get_submodule(fqn))[attribute] = tag(new)
-        self._keys[name] = key_of(leaf)
+        self._keys[name] = _key(leaf, name in self._tree.registered)
 
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
@@ -322,6 +337,9 @@ class LiveModel(PortedModel):
         return self._wanted, self._number
 
     def _transformed(self, pure: Any, paths: list[str]) -> Any:
+        settings = active()
+        if settings is not None:
+            settings.calls.traces += 1
         if self._wanted is None:
             return pure
         registered = self._tree.registered
@@ -377,3 +395,8 @@ class LiveModel(PortedModel):
             return []
         have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
         return parity.paired(want, dict(zip(ours, have, strict=True)))
+
+
+def _key(leaf: Any, registered: bool) -> tuple[Any, ...]:
+    """Return a key that changes when a tensor gets another value or sharding, or a weight moves."""
+    return key_of(leaf), spread.sharding_of(leaf), spread.mesh() if registered else None

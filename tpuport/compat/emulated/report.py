@@ -36,11 +36,13 @@ class RunReport(SavedReport):
         programs: The report of each module that was ported, in the order of first calls.
         descended: Calls that are not one program.
         imported: The outcome for each module that was to be rewritten.
+        step_marks: How often code for torch_xla ended a step (`mark_step`, a device loader).
     """
 
     programs: list[PortReport] = field(default_factory=list)
     descended: list[Descended] = field(default_factory=list)
     imported: list[Imported] = field(default_factory=list)
+    step_marks: int = 0
 
     @property
     def ok(self) -> bool:
@@ -56,6 +58,8 @@ class RunReport(SavedReport):
         parts = [plural(len(self.programs), "program")]
         if self.descended:
             parts.append(f"{plural(len(self.descended), 'call')} left to the modules inside")
+        if self.step_marks:
+            parts.append(f"{plural(self.step_marks, 'step mark')} of torch_xla")
         if rewritten:
             parts.append(f"{plural(rewritten, 'file')} rewritten")
         return ", ".join(parts)
@@ -79,6 +83,7 @@ class RunReport(SavedReport):
             "programs": [report.to_dict() for report in self.programs],
             "descended": encoded(self.descended),
             "imported": encoded(self.imported),
+            "step_marks": self.step_marks,
         }
 
     def to_json(self) -> str:

@@ -42,6 +42,18 @@ class Package:
         settings = active()
         return dict(settings.options.get(cls.NAME) or {}) if settings is not None else {}
 
+    def serves(self) -> bool:
+        """Return whether the import that runs now is answered; asked of packages that are always
+        served, in place of an installed one.
+        """
+        return True
+
+    def begin(self) -> None:
+        """Set up what the package needs: it was imported in this block for the first time."""
+
+    def end(self) -> None:
+        """Undo `begin`, at the end of the last block."""
+
     @classmethod
     def version(cls) -> str:
         """Return the version that it reports: `VERSION`, unless the user asked for another."""

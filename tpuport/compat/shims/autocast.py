@@ -62,7 +62,7 @@ def _made(eager: Any) -> Any:
         if active() is None:
             return eager(self, *args, **kwargs)
         bound = dict(zip(_ARGUMENTS, args, strict=False)) | kwargs
-        if bound.get("device_type") == "jax":  # the type of `torch.device(0)`
+        if bound.get("device_type") in ("jax", "xla"):  # "jax" is the type of `torch.device(0)`
             bound["device_type"] = "cuda"
         eager(self, **bound)
         if self.device == "cuda":

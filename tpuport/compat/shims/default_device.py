@@ -26,7 +26,7 @@ def _get_device() -> torch.device:
     if device is None:
         return _EAGER_GET()
     # torch returns the device with an index.
-    return emulation.CUDA if device.type == "cuda" else device
+    return emulation.shown_device() if device.type in ("cuda", "xla") else device
 
 
 def _set_type(t: Any) -> None:

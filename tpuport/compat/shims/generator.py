@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.emulated.device import CUDA, is_accelerator
+from tpuport.compat.emulated.device import is_accelerator, shown_device
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 
@@ -27,7 +27,7 @@ class CudaGenerator(_EAGER):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Return the accelerator."""
-        return CUDA
+        return shown_device()
 
     def clone_state(self) -> "CudaGenerator":
         """Return a generator with the same state."""

@@ -10,16 +10,36 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.backend import is_traced
 
 CUDA = torch.device("cuda", 0)
+XLA = torch.device("xla", 0)
 MARK = "_tpuport_accelerator"
 _SERIALS = itertools.count()
+# The device that tensors on the accelerator report: "xla:0" once code has imported torch_xla.
+_SHOWN = {"device": CUDA}
+
+
+def shown_device() -> torch.device:
+    """Return the device that user code sees on tensors that are on the accelerator."""
+    return _SHOWN["device"]
+
+
+def show_device(device: torch.device) -> None:
+    """Set the device that user code sees on tensors that are on the accelerator."""
+    _SHOWN["device"] = device
 
 
 @dataclass
 class Mark:
-    """The serial number of a storage on the accelerator, and how often it was written."""
+    """What is known of a storage on the accelerator.
+
+    Attributes:
+        serial: Its number.
+        writes: How often it was written.
+        sharding: How the script spreads a tensor of the storage over devices, or None.
+    """
 
     serial: int
     writes: int = 0
+    sharding: Any = None
 
 
 def storage_of(tensor: torch.Tensor) -> Any:
@@ -62,18 +82,24 @@ def is_accelerator(device: Any) -> bool:
     if isinstance(device, int):
         index: int | None = device
     elif isinstance(device, str):
-        if not device.startswith("cuda"):
+        if not device.startswith(("cuda", "xla")):
             return False
         index = torch.device(device).index
-    elif isinstance(device, torch.device) and device.type in ("cuda", "jax"):
+    elif isinstance(device, torch.device) and device.type in ("cuda", "jax", "xla"):
         # `torch.device(0)` is of the type that torchax has registered as the accelerator's.
         index = device.index
     else:
         return False
     if index:
         msg = (
-            f"device cuda:{index} was asked for, but a process has one accelerator, cuda:0."
+            f"device {_name(device)}:{index} was asked for, but a process has one accelerator,"
+            f" {_name(device)}:0."
             " Spread the program over chips with a mesh (tpuport.sharding), not by device index"
         )
         raise UsageError(msg)
     return True
+
+
+def _name(device: Any) -> str:
+    named = not isinstance(device, int) and str(device).startswith("xla")
+    return "xla" if named else "cuda"

@@ -20,12 +20,16 @@ def constrain(trace: Trace, module: str, side: str, value: Any) -> None:
             continue
         before = leaf._held
         after = trace.options.placement.activation(module, side, before)
-        if after is before:
-            continue
-        storage = leaf._storage
-        # Views must see the constraint too, so the storage's value is replaced where that is safe.
-        # A storage that outlives the nested trace must not hold a tracer of that trace.
-        inside = all(storage.serial in effects.created for effects in trace.effects)
-        if not leaf._chain and storage.serial >= trace.first_serial and inside:
-            storage.value = after
-        leaf._keep(after)
+        if after is not before:
+            hold(trace, leaf, after)
+
+
+def hold(trace: Trace, tensor: TracedTensor, value: Any) -> None:
+    """Have a tensor hold its value with a sharding constraint."""
+    storage = tensor._storage
+    # Views must see the constraint too, so the storage's value is replaced where that is safe.
+    # A storage that outlives the nested trace must not hold a tracer of that trace.
+    inside = all(storage.serial in effects.created for effects in trace.effects)
+    if not tensor._chain and storage.serial >= trace.first_serial and inside:
+        storage.value = value
+    tensor._keep(value)
