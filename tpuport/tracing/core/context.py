@@ -61,9 +61,24 @@ class Effects:
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
     numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
+    # The tensors that got another storage by `x.data = y`, with their old one.
+    rebound: dict[int, tuple[TracedTensor, Storage, Any]] = field(default_factory=dict)
     # How many host tensors the trace had made before, and whether one of those was written.
     made_before: int = 0
     wrote_on_host: bool = False
+
+    def rebinding(self, tensor: TracedTensor) -> None:
+        """Record a tensor that is about to get another storage."""
+        if tensor._storage.serial not in self.created:
+            before = (tensor, tensor._storage, tensor._chain)
+            self.rebound.setdefault(id(tensor), before)
+
+    def undo(self) -> None:
+        """Give what was written and rebound its old value, for a trace around this part."""
+        for storage, value, _ in self.before.values():
+            storage.value, storage.version = value, storage.version + 1
+        for tensor, storage, chain in self.rebound.values():
+            tensor.rebind(storage, chain)
 
 
 @dataclass(frozen=True, eq=False)

@@ -196,7 +196,8 @@ class PythonChanges:
 
     Traced tensors in the new values are placeholders, and so are the traced numbers of the
     attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
-    changed.
+    changed. `own` are the placeholders in the new values for parameters and buffers, by name, and
+    `kept` the modules that are not to be copied with these values.
     """
 
     names: list[str]
@@ -208,6 +209,8 @@ class PythonChanges:
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     replacement: torch.nn.Module | None = None
     numbers: frozenset[str] = frozenset()
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: list[torch.nn.Module] = field(default_factory=list)
 
     @property
     def causes(self) -> list[str]:
@@ -238,14 +241,15 @@ class PythonChanges:
         """
         if self.replacement is not None:
             return self.replacement
+        after = self._with_own(module) if self.own else self.after
         for name in self.names:
             fqn, attribute = self.owners[name]
             owner = module.get_submodule(fqn)
-            if name not in self.after:
+            if name not in after:
                 for holder in (owner._parameters, owner._buffers, owner.__dict__):
                     holder.pop(attribute, None)
                 continue
-            value = self.after[name]
+            value = after[name]
             if attribute in owner._buffers and (value is None or isinstance(value, torch.Tensor)):
                 owner._buffers[attribute] = value
             elif attribute in owner._parameters:
@@ -257,6 +261,17 @@ class PythonChanges:
                 owner.__dict__[attribute] = value
         self.put_hooks(module)
         return module
+
+    def _with_own(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the new values, with the parameters and buffers of a module in them.
+
+        An average of weights, say, refers to them beside the module (torch-ema by weak references).
+        """
+        leaves = state_tree(module).leaves
+        own = {id(placeholder): leaves[name] for name, placeholder in self.own.items()}
+        cloner = Cloner(lambda tensor: own.get(id(tensor), tensor))
+        cloner.memo.update({id(kept): kept for kept in self.kept})
+        return {name: cloner.clone(value) for name, value in self.after.items()}
 
     def put_hooks(self, module: torch.nn.Module) -> None:
         """Set the changed hooks on a module of the same structure."""
@@ -294,7 +309,16 @@ def python_changes(
     ]
     if not names and before.modules == after.modules and before.hooks == after.hooks:
         return None
-    cloner = Cloner(_placeholder)
+    paths = {id(after.leaves[n]): n for n in after.registered if n in before.leaves}
+    own: dict[str, torch.Tensor] = {}
+
+    def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+        path, made = paths.get(id(tensor)), _placeholder(tensor)
+        if path is not None and path not in names and made is not tensor:
+            own[path] = made
+        return made
+
+    cloner = Cloner(placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
     values: dict[str, Any] = {}
     numbers: set[str] = set()
@@ -320,9 +344,12 @@ def python_changes(
     replacement = None
     if before.modules != after.modules:
         replacement = Cloner(_placeholder).clone(module)
-    return PythonChanges(
+    changes = PythonChanges(
         names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
     )
+    if own:
+        changes.own, changes.kept = own, list(module.modules())
+    return changes
 
 
 def _refuse_inner_numbers(after: StateTree) -> None:
