@@ -12,6 +12,7 @@ import tpuport
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
 from tpuport.foundation.errors import PortError
 
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 X, Y, Z = normal(4, 3), normal(4, 3, seed=2), normal(4, 3, seed=3)
 
 
@@ -81,11 +82,44 @@ class Contracted(nn.Module):
         return opt_einsum.contract("ij,jk,kl->il", x, self.w, self.v)
 
 
+def logmap(y):
+    ahead = torch.sqrt(torch.clamp_min(y[..., :1].double().pow(2) - 1.0, 1e-15))
+    rest = torch.cat((y.narrow(-1, 0, 1) - 1.0, y.narrow(-1, 1, 2)), -1)
+    length = torch.sqrt(torch.clamp_min((rest * rest).sum(-1, keepdim=True), 1e-8))
+    return torch.log(y[..., :1] + ahead).to(y.dtype) * rest / length
+
+
+class Logmap(nn.Module):
+    def forward(self, y):
+        return logmap(y)
+
+
+class Scripted(nn.Module):
+    """TorchScript takes its own autograd after some calls that have gradients (geoopt, e3nn)."""
+
+    def __init__(self, compile, target):
+        super().__init__()
+        self.linear, self.compiled = nn.Linear(3, 3), compile(target)
+
+    def forward(self, x):
+        return self.compiled(self.linear(x).cosh() + 1)
+
+
+def scripted(target):
+    module = Scripted(torch.jit.script, target)
+    for _ in range(4):
+        module(X).sum().backward()
+    module.zero_grad()
+    return module
+
+
 SCENARIOS = [
     Scenario("set by the first batch", ActNorm, ((X,), (Y,), (Z,)), grads=False),
     Scenario("an average of weights", Averaged, ((X,), (Y,), (Z,)), grads=False),
     Scenario("lists", lambda: lists, ((X,), (Y,))),
     Scenario("opt_einsum", Contracted, ((X,),)),
+    Scenario("a scripted function", lambda: scripted(logmap), ((X,), (Y,))),
+    Scenario("a scripted module", lambda: scripted(Logmap()), ((X,), (Y,))),
 ]
 
 
@@ -113,6 +147,12 @@ def test_a_hook_of_the_graph_is_refused_when_a_gradient_is_taken():
         jax.grad(loss)(ported.params)
 
 
+def test_parameters_of_a_scripted_module_are_refused():
+    module = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
+    with pytest.raises(PortError, match="compiled by TorchScript, reads parameters"):
+        tpuport.convert(module, verify=False)(X)
+
+
 @pytest.mark.parametrize("made", [lambda x: x[:2], torch.Tensor.half], ids=["shape", "dtype"])
 def test_data_of_another_form_is_refused(made):
     def replaced(x):
@@ -120,5 +160,23 @@ def test_data_of_another_form_is_refused(made):
         y.data = made(x)
         return y * 1
 
-    with pytest.raises(PortError, match="`.data` of a tensor .* gets another dtype or shape"):
+    with pytest.raises(PortError, match=r"`.data` of a tensor .* gets another dtype or shape"):
         tpuport.convert(replaced, verify=False)(X)
+
+
+class Rejected(RuntimeError):
+    """An error class of a package."""
+
+
+def test_the_text_of_an_error_may_need_a_number_of_the_program():
+    def checked(x, i):
+        if i.max() >= 3:
+            raise Rejected(f"index {int(i.max())}, {x[0].item():.2f}")
+        assert x.sum() < 100, f"sum {int(x.sum())}"
+        return x[i]
+
+    ported, x, i = tpuport.convert(checked, verify=False), torch.arange(4.0), torch.tensor([1, 2])
+    torch.testing.assert_close(ported(x, i).torch(), checked(x, i))
+    for kind, args in ((Rejected, (x, i + 1)), (AssertionError, (x * 100, i))):
+        with pytest.raises(kind, match="its text needs values that the program computes"):
+            ported(*args)

@@ -25,9 +25,6 @@ from tpuport.tracing.core.regions import Body, narrow, rebind
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
-# Of a traced number that Python or torch cannot use, which is no error of the user's code.
-_OF_NUMBERS = re.compile(r"\bSym(Int|Float|Bool)\b")
-
 
 @dataclass
 class Forced:
@@ -182,6 +179,11 @@ def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
     return result if snapshot is None else (result, snapshot.changes())
 
 
+def is_of_numbers(error: Exception) -> bool:
+    """Return whether Python or torch cannot use a traced number: no error of the user's code."""
+    return bool(re.search(r"\bSym(Int|Float|Bool)\b", str(error)))
+
+
 def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
     """Run one side abstractly: its result, what it writes, or the exception it raises."""
     side = _Side()
@@ -195,7 +197,7 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.flows = [flow_of([v]) for v in side.leaves]
                 side.wide = [_is_wide(v) for v in side.leaves]
             except Exception as error:  # the user's own error on this path: it becomes a check
-                if isinstance(error, TpuportError) or _OF_NUMBERS.search(str(error)):
+                if isinstance(error, TpuportError) or is_of_numbers(error):
                     raise
                 side.error = error
         side.body = Body(trace, thunk)

@@ -85,6 +85,7 @@ class ActiveTrace(Protocol):
     """The part of `context.Trace` that tensors, traced numbers and errors use."""
 
     effects: list[Any]
+    makes_error: bool
     regions: list[int]
     closed: bool
     dynamic: bool

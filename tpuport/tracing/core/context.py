@@ -209,6 +209,10 @@ class Trace:
         self.has_numbers = False
         # Whether a module with a remat policy runs: those inside it get no region of their own.
         self.in_remat = False
+        # Whether TorchScript's interpreter runs.
+        self.in_script = False
+        # Whether an exception is made that the program may raise; a trace knows no numbers for it.
+        self.makes_error = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}

@@ -24,9 +24,9 @@ def _alone(packet: str) -> Callable[..., Any] | None:
     return getattr(*((torch, function) if base == name else (torch.Tensor, function + "_")), None)
 
 
-def _each(func: Any, alone: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any] | None:
+def _each(func: Any, alone: Callable[..., Any], *given: Any, **kwargs: Any) -> list[Any] | None:
     """Run an op on lists as one op for each element."""
-    trace = current()
+    trace, args = current(), list(given)
     if "addc" in func._opname and len(args) == 4:  # one tensor's factor has to be named
         *args, factors = args
         kwargs["value"] = factors.tolist() if isinstance(factors, torch.Tensor) else factors
