@@ -1,5 +1,6 @@
 """Idioms of other people's packages, without the packages."""
 
+import random
 import weakref
 
 import jax
@@ -164,6 +165,28 @@ def test_data_of_another_form_is_refused(made):
         tpuport.convert(replaced, verify=False)(X)
 
 
+class Picked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, i):
+        ctx.save_for_backward(i)
+        return x[i]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (i,) = ctx.saved_tensors
+        return gradient[i - 1], None
+
+
+def test_a_try_around_a_gradient_catches_nothing_of_the_program():
+    ported = tpuport.convert(Picked.apply, verify=False)
+    i = torch.tensor([2, 1])
+    try:
+        (got,) = jax.grad(lambda x: ported.apply({}, {}, None, *x, i)[0].sum())([jax.numpy.ones(2)])
+    except IndexError:
+        pytest.fail("there is none")
+    assert got.shape == (2,)
+
+
 class Rejected(RuntimeError):
     """An error class of a package."""
 
@@ -180,3 +203,28 @@ def test_the_text_of_an_error_may_need_a_number_of_the_program():
     for kind, args in ((Rejected, (x, i + 1)), (AssertionError, (x * 100, i))):
         with pytest.raises(kind, match="its text needs values that the program computes"):
             ported(*args)
+
+
+# What beartype makes of a function whose argument is a list: the item that it checks is drawn.
+CHECKED = """
+def checked(x, parts, __beartype_getrandbits=getrandbits):
+    item = parts[__beartype_getrandbits(32) % len(parts)]
+    assert isinstance(item, int)
+    return checks(x, parts)
+"""
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_checks_of_beartype_draw_nothing(draws):
+    def scaled(x, parts):
+        return x * sum(parts) * (random.random() if draws else 1)
+
+    names = {"getrandbits": random.getrandbits, "checks": scaled}
+    exec(compile(CHECKED, "<@beartype(scaled) at 0x1>", "exec"), names)
+    checked = names["checked"]
+    ported = tpuport.convert(lambda x: checked(x, [1, 2, 3]))
+    if draws:
+        with pytest.raises(PortError, match=r"TPU404.*random"):
+            ported(X)
+    else:
+        torch.testing.assert_close(ported(X).torch(), X * 6)
