@@ -1,5 +1,6 @@
 """Idioms of other people's packages, without the packages."""
 
+import gc
 import random
 import weakref
 
@@ -58,6 +59,26 @@ class Averaged(nn.Module):
         with torch.no_grad():
             known[1].add_(1)
         return self.linear(x) + self.average.kept[0].sum() + weak[1]().sum()
+
+
+class Inverse:
+    """It refers to its transform, and the transform to it weakly, as in torch.distributions."""
+
+    def __init__(self, transform):
+        self.transform, self.itself = transform, self
+
+
+class Transform(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inverse = nn.Parameter(torch.ones(3)), None
+
+    def forward(self, x):
+        inverse = None if self.inverse is None else self.inverse()
+        if inverse is None:
+            inverse = Inverse(self)
+            self.inverse = weakref.ref(inverse)
+        return x / inverse.transform.weight
 
 
 def lists(x):
@@ -132,6 +153,14 @@ def test_values(scenario):
 @pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s.grads], ids=str)
 def test_gradients(scenario):
     check_gradients(scenario, by_tpuport)
+
+
+def test_an_object_of_an_earlier_call_is_gone():
+    gc.disable()
+    try:
+        check_calls(Scenario("an inverse", Transform, ((X,), (X[:2],), (Y,))), by_tpuport)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-full backward hook")

@@ -2,6 +2,7 @@
 
 import copy
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -281,6 +282,10 @@ class PythonChanges:
             )
 
 
+class _Gone:
+    """What a weak reference refers to that has ended."""
+
+
 @dataclass
 class _BufferSlot:
     """A tensor registered as a buffer during the call."""
@@ -326,6 +331,9 @@ def python_changes(
         if name not in after.values:
             continue
         value = cloner.clone(after.values[name])
+        if isinstance(value, weakref.ref) and not isinstance(value(), torch.Tensor):
+            if id(value()) not in cloner.memo:  # nothing in the module keeps what it refers to
+                value = weakref.ref(_Gone())
         if isinstance(value, sym_numbers.SYMBOLIC):
             value = sym_numbers.placeholder(value)
             numbers.add(name)
