@@ -286,6 +286,12 @@ class _Gone:
     """What a weak reference refers to that has ended."""
 
 
+def _unless_gone(value: Any, cloner: Cloner) -> Any:
+    """Return a value, and for a weak reference to what the module does not keep, a dead one."""
+    is_weak = isinstance(value, weakref.ref) and not isinstance(value(), torch.Tensor)
+    return weakref.ref(_Gone()) if is_weak and id(value()) not in cloner.memo else value
+
+
 @dataclass
 class _BufferSlot:
     """A tensor registered as a buffer during the call."""
@@ -330,10 +336,7 @@ def python_changes(
     for name in names:
         if name not in after.values:
             continue
-        value = cloner.clone(after.values[name])
-        if isinstance(value, weakref.ref) and not isinstance(value(), torch.Tensor):
-            if id(value()) not in cloner.memo:  # nothing in the module keeps what it refers to
-                value = weakref.ref(_Gone())
+        value = _unless_gone(cloner.clone(after.values[name]), cloner)
         if isinstance(value, sym_numbers.SYMBOLIC):
             value = sym_numbers.placeholder(value)
             numbers.add(name)
