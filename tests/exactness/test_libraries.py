@@ -69,15 +69,17 @@ class Inverse:
 
 
 class Transform(nn.Module):
-    def __init__(self):
+    def __init__(self, keeps=False):
         super().__init__()
         self.weight, self.inverse = nn.Parameter(torch.ones(3)), None
+        self.kept, self.keeps = None, keeps
 
     def forward(self, x):
         inverse = None if self.inverse is None else self.inverse()
         if inverse is None:
             inverse = Inverse(self)
             self.inverse = weakref.ref(inverse)
+            self.kept = inverse if self.keeps else None
         return x / inverse.transform.weight
 
 
@@ -138,6 +140,7 @@ def scripted(target):
 SCENARIOS = [
     Scenario("set by the first batch", ActNorm, ((X,), (Y,), (Z,)), grads=False),
     Scenario("an average of weights", Averaged, ((X,), (Y,), (Z,)), grads=False),
+    Scenario("a helper", lambda: Transform(keeps=True), ((X,), (X[:2],), (Y,))),
     Scenario("lists", lambda: lists, ((X,), (Y,))),
     Scenario("opt_einsum", Contracted, ((X,),)),
     Scenario("a scripted function", lambda: scripted(logmap), ((X,), (Y,))),

@@ -197,8 +197,8 @@ class PythonChanges:
 
     Traced tensors in the new values are placeholders, and so are the traced numbers of the
     attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
-    changed. `own` are the placeholders in the new values for parameters and buffers, by name, and
-    `kept` the modules that are not to be copied with these values.
+    changed. `own` are the placeholders in the new values for parameters and buffers, and `modules`
+    the traced copies of modules in them, by name.
     """
 
     names: list[str]
@@ -211,7 +211,7 @@ class PythonChanges:
     replacement: torch.nn.Module | None = None
     numbers: frozenset[str] = frozenset()
     own: dict[str, torch.Tensor] = field(default_factory=dict)
-    kept: list[torch.nn.Module] = field(default_factory=list)
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     @property
     def causes(self) -> list[str]:
@@ -242,7 +242,7 @@ class PythonChanges:
         """
         if self.replacement is not None:
             return self.replacement
-        after = self._with_own(module) if self.own else self.after
+        after = self._with_own(module) if self.own or self.modules else self.after
         for name in self.names:
             fqn, attribute = self.owners[name]
             owner = module.get_submodule(fqn)
@@ -264,14 +264,14 @@ class PythonChanges:
         return module
 
     def _with_own(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the new values, with the parameters and buffers of a module in them.
+        """Return the new values, with the parts of a module in them.
 
         An average of weights, say, refers to them beside the module (torch-ema by weak references).
         """
         leaves = state_tree(module).leaves
         own = {id(placeholder): leaves[name] for name, placeholder in self.own.items()}
         cloner = Cloner(lambda tensor: own.get(id(tensor), tensor))
-        cloner.memo.update({id(kept): kept for kept in self.kept})
+        cloner.memo.update({id(m): module.get_submodule(n) for n, m in self.modules.items()})
         return {name: cloner.clone(value) for name, value in self.after.items()}
 
     def put_hooks(self, module: torch.nn.Module) -> None:
@@ -358,9 +358,22 @@ def python_changes(
     changes = PythonChanges(
         names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
     )
-    if own:
-        changes.own, changes.kept = own, list(module.modules())
+    changes.own, changes.modules = own, _modules_in(values, module)
     return changes
+
+
+def _modules_in(values: dict[str, Any], module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the parts of a module that values refer to, by name."""
+
+    def parts(value: Any) -> list[Any]:
+        if isinstance(value, (torch.nn.Module, torch.Tensor, *pytree.ATOMS)):
+            return []
+        return [part for part in pytree.children(value).all if type(part) not in pytree.ATOMIC]
+
+    roots = [value for value in values.values() if type(value) not in pytree.ATOMIC]
+    found = pytree.walk(roots, parts) if roots else []
+    known = {id(value) for value in found if isinstance(value, torch.nn.Module)}
+    return {name: m for name, m in module.named_modules() if id(m) in known} if known else {}
 
 
 def _refuse_inner_numbers(after: StateTree) -> None:
