@@ -8,7 +8,7 @@ import jax
 import opt_einsum
 import pytest
 import torch
-from torch import nn
+from torch import distributions, nn
 
 import tpuport
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
@@ -83,6 +83,22 @@ class Transform(nn.Module):
         return x / inverse.transform.weight
 
 
+class Flow(nn.Module):
+    """Distributions and transforms that refer to parameters, made early and late (pyro)."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.loc = nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(3))
+        self.prior = distributions.Normal(self.loc, 1.0)
+        self.transform = None
+
+    def forward(self, x):
+        if self.transform is None:
+            self.transform = distributions.AffineTransform(self.shift, 2.0, cache_size=1)
+        y = self.transform.inv(x)
+        return self.prior.log_prob(y), self.transform.log_abs_det_jacobian(y, x)
+
+
 def lists(x):
     """Ops on lists, as tensordict and optimizers call them."""
     a = [x * 1, x[:2] * 2]
@@ -141,6 +157,7 @@ SCENARIOS = [
     Scenario("set by the first batch", ActNorm, ((X,), (Y,), (Z,)), grads=False),
     Scenario("an average of weights", Averaged, ((X,), (Y,), (Z,)), grads=False),
     Scenario("a helper", lambda: Transform(keeps=True), ((X,), (X[:2],), (Y,))),
+    Scenario("a flow", Flow, ((X,), (X[:2],), (Y,))),
     Scenario("lists", lambda: lists, ((X,), (Y,))),
     Scenario("opt_einsum", Contracted, ((X,),)),
     Scenario("a scripted function", lambda: scripted(logmap), ((X,), (Y,))),
