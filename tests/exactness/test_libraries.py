@@ -111,6 +111,15 @@ def lists(x):
     return b, c, d, torch._foreach_norm(a), torch._foreach_sub(a, [1.0, 2.0])
 
 
+def forces(x):
+    """A sum that is scattered into zeros requires grad, and so does what is made of it (NequIP)."""
+    at = x.detach().requires_grad_()
+    energies = (at**2).sum(-1, keepdim=True)
+    total = torch.zeros(2, 1).scatter_add_(0, torch.tensor([[0], [1], [1], [0]]), energies)
+    assert total.sum().requires_grad
+    return torch.autograd.grad([total.sum()], [at])[0]
+
+
 class Contracted(nn.Module):
     """opt_einsum finds the functions for an array by the module of its class."""
 
@@ -158,6 +167,7 @@ SCENARIOS = [
     Scenario("an average of weights", Averaged, ((X,), (Y,), (Z,)), grads=False),
     Scenario("a helper", lambda: Transform(keeps=True), ((X,), (X[:2],), (Y,))),
     Scenario("a flow", Flow, ((X,), (X[:2],), (Y,))),
+    Scenario("forces", lambda: forces, ((X,), (Y,)), grads=False),
     Scenario("lists", lambda: lists, ((X,), (Y,))),
     Scenario("opt_einsum", Contracted, ((X,),)),
     Scenario("a scripted function", lambda: scripted(logmap), ((X,), (Y,))),
@@ -277,3 +287,14 @@ def test_the_checks_of_beartype_draw_nothing(draws):
             ported(X)
     else:
         torch.testing.assert_close(ported(X).torch(), X * 6)
+
+
+def test_a_class_of_tensors_is_refused_with_the_line():
+    class Named(torch.Tensor):
+        pass
+
+    def named(x):
+        return torch.Tensor.as_subclass(x * 2, Named) + 1
+
+    with pytest.raises(PortError, match=r"test_libraries.py:\d+: TPU106 .* is made a Named"):
+        tpuport.convert(named, verify=False)(X)
