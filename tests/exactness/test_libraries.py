@@ -232,7 +232,7 @@ class Picked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        (i,) = ctx.saved_tensors
+        (i,) = ctx.saved_variables
         return gradient[i - 1], None
 
 
