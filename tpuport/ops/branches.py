@@ -1,6 +1,7 @@
 """Branches, loops and checks on values, for rewritten code."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tpuport.foundation.errors import TpuportError
@@ -72,7 +73,7 @@ def check(test: Any, make_error: Callable[[], Any]) -> None:
             test is true. A trace calls it once, to know the exception that may be raised.
     """
     if is_traced(test):
-        _traced_check(test, lambda: _error_of(make_error))
+        _traced_check(test, partial(_error_of, make_error))
     elif test:
         raise make_error()
 

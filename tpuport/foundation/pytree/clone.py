@@ -38,6 +38,9 @@ _BUILT_IN = frozenset({dict, OrderedDict, set, list})
 _CONTAINERS = frozenset({dict, list, tuple})
 # Objects of these packages are shared; a generator of `random` and an event are copied.
 _SHARED_PACKAGES = OPAQUE - {"random", "threading"}
+# Transforms refer to modules that are transforms too, and keep the values of their last call. An
+# optimizer that a module keeps holds the module's parameters.
+_COPIED = ("torch.distributions.", "torch.optim.")
 # The dicts and sets that torch keeps on each module, most of them empty. No other object holds one,
 # so an empty one needs no entry in the memo.
 _OF_MODULES = frozenset(n for n, v in torch.nn.Module().__dict__.items() if type(v) in _BUILT_IN)
@@ -177,12 +180,9 @@ class Cloner:
         """Return a copy whose parts are still to be copied; the value itself if it is shared."""
         if isinstance(value, torch.nn.Module):
             return blank_of(value.__class__)(value.__class__)
-        package, _, inner = type(value).__module__.partition(".")
-        # An optimizer that a module keeps holds the module's parameters.
-        is_shared = package in _SHARED_PACKAGES and not inner.startswith("optim.")
-        is_object = not is_shared and (
-            hasattr(value, "__dict__") or bool(slots_of(value))
-        )
+        home = type(value).__module__
+        is_shared = home.split(".")[0] in _SHARED_PACKAGES and not home.startswith(_COPIED)
+        is_object = not is_shared and (hasattr(value, "__dict__") or bool(slots_of(value)))
         if is_object or isinstance(value, (dict, list, set, deque)):
             with contextlib.suppress(
                 TypeError, ValueError, AttributeError, RuntimeError, copy.Error

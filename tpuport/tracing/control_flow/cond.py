@@ -6,6 +6,8 @@ at the innermost module (or at the ported function): the call is run once for ea
 program, and raises at the caller when the condition holds.
 """
 
+import builtins
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +16,13 @@ import jax.core
 import jax.numpy as jnp
 import torch
 
+from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, Unlike, merge
+from tpuport.tracing.control_flow.merge import Forced, Unlike, is_of_numbers, merge
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
-from tpuport.tracing.core.context import current
+from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.tensor import TracedTensor, item
 from tpuport.tracing.core.values import value_of
 
@@ -93,6 +96,29 @@ def refuse_ambiguous(test: torch.Tensor) -> None:
         raise RuntimeError(f"Boolean value of Tensor with {what} is ambiguous")
 
 
+def _made(trace: Trace, make_error: Callable[[], BaseException | None]) -> BaseException | None:
+    """Return the exception that a check raises.
+
+    If its text needs the value of a number that the program computes, it is one of that class with
+    another text.
+    """
+    refusal, trace.makes_error = trace.recorder.refusal, True
+    try:
+        error = make_error()
+        if not (isinstance(error, TypeError) and is_of_numbers(error)):
+            return error
+    except PortError:
+        pass
+    finally:
+        trace.makes_error = False
+    trace.recorder.refusal = refusal
+    source = make_error.args[0] if isinstance(make_error, functools.partial) else make_error
+    known = vars(builtins) | source.__globals__
+    kinds = [known.get(name) for name in source.__code__.co_names]
+    kind = next((k for k in kinds if isinstance(k, type) and issubclass(k, Exception)), ValueError)
+    return kind.__new__(kind, "a check fails; its text needs values that the program computes")
+
+
 def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> None:
     """Lift `if test: raise make_error()` out of the program.
 
@@ -107,7 +133,7 @@ def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> N
                 raise error
         return
     site = user_line()
-    error = make_error()
+    error = _made(trace, make_error)
     if trace.explorer is not None:
         trace.explorer.branches[site] = "lifted check"
     if error is not None:

@@ -21,12 +21,9 @@ from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.regions import Body, narrow
+from tpuport.tracing.core.regions import Body, narrow, rebind
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
-
-# Of a traced number that Python or torch cannot use, which is no error of the user's code.
-_OF_NUMBERS = re.compile(r"\bSym(Int|Float|Bool)\b")
 
 
 @dataclass
@@ -84,7 +81,7 @@ def merge(
     forced = _only_outcome(test, sides)
     if forced is not None:
         return forced
-    written = _written_union(sides)
+    written, moved = _written_union(sides), _rebound_union(sides)
     problem = _check_sides(sides, site)
     if problem is not None and explorable:
         if snapshot is not None:
@@ -119,9 +116,8 @@ def merge(
                 forms = zip(leaves, sides[0].metas, wide, strict=True)
                 values = [leaf_value(v, meta, wide=w) for v, meta, w in forms]
                 narrow(written)
-                after = [s.value for s in written]
-            for storage, value, _ in effects.before.values():
-                storage.value, storage.version = value, storage.version + 1
+                after = [s.value for s in written] + [t._elem for t in moved]
+            effects.undo()
             counts = [] if same_draws else [jnp.asarray(c, jnp.int32) for c in trace.draws]
             return values, after, counts
 
@@ -129,8 +125,10 @@ def merge(
 
     values, after, counts = jax.lax.cond(test, run(then), run(orelse))
     trace.draws = sides[0].draws if same_draws else counts
-    for storage, value in zip(written, after, strict=True):
+    for storage, value in zip(written, after, strict=False):
         storage.set(value)
+    for tensor, value in zip(moved, after[len(written) :], strict=True):
+        rebind(trace, tensor, value)
     return _rebuild_merged(trace, sides, values, snapshot)
 
 
@@ -181,6 +179,11 @@ def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
     return result if snapshot is None else (result, snapshot.changes())
 
 
+def is_of_numbers(error: Exception) -> bool:
+    """Return whether Python or torch cannot use a traced number: no error of the user's code."""
+    return bool(re.search(r"\bSym(Int|Float|Bool)\b", str(error)))
+
+
 def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
     """Run one side abstractly: its result, what it writes, or the exception it raises."""
     side = _Side()
@@ -194,14 +197,14 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
                 side.flows = [flow_of([v]) for v in side.leaves]
                 side.wide = [_is_wide(v) for v in side.leaves]
             except Exception as error:  # the user's own error on this path: it becomes a check
-                if isinstance(error, TpuportError) or _OF_NUMBERS.search(str(error)):
+                if isinstance(error, TpuportError) or is_of_numbers(error):
                     raise
                 side.error = error
         side.body = Body(trace, thunk)
         side.body.written = list(effects.before.values())
+        side.body.rebound = [tensor for tensor, _, _ in effects.rebound.values()]
         side.created = effects.created
-        for storage, value, _ in side.body.written:
-            storage.value, storage.version = value, storage.version + 1
+        effects.undo()
         return 0
 
     errors, code = len(trace.recorder.checks), trace.error_code
@@ -229,6 +232,11 @@ def _written_union(sides: list[_Side]) -> list[Any]:
     if trace.error_code is not None:
         union[trace.error_code.serial] = trace.error_code
     return list(union.values())
+
+
+def _rebound_union(sides: list[_Side]) -> list[TracedTensor]:
+    bodies = [side.body for side in sides if side.body is not None]
+    return list({id(t): t for body in bodies for t in body.rebound}.values())
 
 
 def leaf_meta(leaf: Any) -> Any:

@@ -150,8 +150,7 @@ class Explorer:
                 unit.undecided = None
                 del self.calls[depth:]
                 self.trace.draws, self.trace.recorder.refusal = draws, refusal
-                for storage, value, _ in effects.before.values():
-                    storage.set(value)
+                effects.undo()
             prefix = tuple(unit.path[: unit.position])
             unit.sites[pending.site] += 1
             self.branches[pending.site] = f"both outcomes explored in {unit.name}"

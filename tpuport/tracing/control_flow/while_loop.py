@@ -143,7 +143,7 @@ class _Loop:
         if any(extents_of(leaf) for leaf in found):
             raise unsized("a value that a while loop carries")
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
-        if written or effects.wrote_on_host or spec.key != self.spec.key:
+        if written or effects.rebound or effects.wrote_on_host or spec.key != self.spec.key:
             raise port_error(
                 "a while loop on a traced value writes to tensors or changes Python values"
                 " that it does not carry",

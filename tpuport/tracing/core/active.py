@@ -84,6 +84,8 @@ class RefusalRecorder(Protocol):
 class ActiveTrace(Protocol):
     """The part of `context.Trace` that tensors, traced numbers and errors use."""
 
+    effects: list[Any]
+    makes_error: bool
     regions: list[int]
     closed: bool
     dynamic: bool

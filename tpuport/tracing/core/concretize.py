@@ -100,7 +100,7 @@ def concrete_number(
     if not isinstance(value, jax.core.Tracer):
         return kind(value)
     trace = innermost()
-    if trace is not None and trace.explorer is not None:
+    if trace is not None and trace.explorer is not None and not trace.makes_error:
         plan = trace.explorer.plan
         plan.ask_for_rewrite()
         # It may depend on the state alone: trace again with small state kept concrete.

@@ -61,9 +61,24 @@ class Effects:
     created: dict[int, "weakref.ref[Storage]"] = field(default_factory=dict)
     before: dict[int, tuple[Storage, jax.Array, int]] = field(default_factory=dict)
     numbers: "list[weakref.ref[Any]]" = field(default_factory=list)
+    # The tensors that got another storage by `x.data = y`, with their old one.
+    rebound: dict[int, tuple[TracedTensor, Storage, Any]] = field(default_factory=dict)
     # How many host tensors the trace had made before, and whether one of those was written.
     made_before: int = 0
     wrote_on_host: bool = False
+
+    def rebinding(self, tensor: TracedTensor) -> None:
+        """Record a tensor that is about to get another storage."""
+        if tensor._storage.serial not in self.created:
+            before = (tensor, tensor._storage, tensor._chain)
+            self.rebound.setdefault(id(tensor), before)
+
+    def undo(self) -> None:
+        """Give what was written and rebound its old value, for a trace around this part."""
+        for storage, value, _ in self.before.values():
+            storage.value, storage.version = value, storage.version + 1
+        for tensor, storage, chain in self.rebound.values():
+            tensor.rebind(storage, chain)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +209,10 @@ class Trace:
         self.has_numbers = False
         # Whether a module with a remat policy runs: those inside it get no region of their own.
         self.in_remat = False
+        # Whether TorchScript's interpreter runs.
+        self.in_script = False
+        # Whether an exception is made that the program may raise; a trace knows no numbers for it.
+        self.makes_error = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from tpuport.foundation import pytree
 from tpuport.tracing.core.context import Effects, KeyStream, Trace
-from tpuport.tracing.core.tensor import Storage
+from tpuport.tracing.core.tensor import Storage, TracedTensor
 
 
 @dataclass
@@ -31,6 +31,7 @@ class Body:
     result: Any = None
     alive: list[Storage] = field(default_factory=list)
     written: list[tuple[Storage, jax.Array, int]] = field(default_factory=list)
+    rebound: list[TracedTensor] = field(default_factory=list)
     numbers: list[Any] = field(default_factory=list)
     counts: dict[int, Any] = field(default_factory=dict)
     streams: list[KeyStream] = field(default_factory=list)
@@ -44,7 +45,7 @@ class Body:
 
         Returns:
             The values that escape (of storages, then of numbers) and the values of written
-            storages, which are restored before returning.
+            storages and rebound tensors, which are restored before returning.
         """
         with self.trace.recording() as effects:
             self.result = self.thunk()
@@ -62,14 +63,14 @@ class Body:
         self.alive = [storage for storage in storages if storage is not None]
         self.numbers = [node for node in nodes if node is not None]
         self.written = list(effects.before.values())
+        self.rebound = [tensor for tensor, _, _ in effects.rebound.values()]
         values = [storage.held for storage in self.alive]
         values += [number.held for number in self.numbers]
         self.streams = [s for s in self.trace.streams if isinstance(s.count, jax.core.Tracer)]
         values += [jnp.asarray(stream.count) for stream in self.streams]
-        after = [s.value for s, _, _ in self.written]
+        after = [s.value for s, _, _ in self.written] + [t._elem for t in self.rebound]
         # Written storages outlive the body, and its tracers must not leak through them.
-        for storage, value, _ in self.written:
-            storage.value, storage.version = value, storage.version + 1
+        effects.undo()
         return values, after
 
     def settle(self, values: list[jax.Array], after: list[jax.Array]) -> Any:
@@ -83,10 +84,20 @@ class Body:
             node.held = next(rest)
         for stream in self.streams:
             stream.count = next(rest)
-        for (storage, _, _), value in zip(self.written, after, strict=True):
+        written, rebound = after[: len(self.written)], after[len(self.written) :]
+        for (storage, _, _), value in zip(self.written, written, strict=True):
             storage.set(value)
+        for tensor, value in zip(self.rebound, rebound, strict=True):
+            rebind(self.trace, tensor, value)
         self.trace.mask_counts.update(self.counts)
         return self.result
+
+
+def rebind(trace: Trace, tensor: TracedTensor, value: jax.Array) -> None:
+    """Give a tensor the value that a body left in it by `x.data = y`, in a storage of its own."""
+    for effects in trace.effects:
+        effects.rebinding(tensor)
+    tensor.rebind(Storage(value, trace))
 
 
 def narrow(storages: Iterable[Storage]) -> None:

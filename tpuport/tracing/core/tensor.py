@@ -22,7 +22,7 @@ from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.concretize import decide, identity_is_asked
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.sym_numbers import from_node, number
@@ -98,6 +98,9 @@ class Storage:
 
 class TracedTensor(backend.TorchaxTensor):
     """A torch tensor whose value is a jax array; see the module docstring."""
+
+    # Libraries (opt_einsum, autoray) choose their functions by the module of an array's class.
+    __module__ = "torch"
 
     is_traced = True
     # Sizes that depend on data, by dim. The physical size is an upper bound; elements past the size
@@ -401,7 +404,7 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Return None where eager does; otherwise a node that says that there is no graph here."""
-        return None if self.is_leaf else _GRAPH
+        return None if self.is_leaf else _Graph(self)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -410,22 +413,37 @@ class TracedTensor(backend.TorchaxTensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """Return the tensor without its gradient; assignment keeps the gradient."""
+        """Return the tensor without its gradient; assignment keeps the gradient.
+
+        Raises:
+            PortError: A tensor of another shape or dtype is assigned.
+        """
         return self.detach()
 
     @data.setter
     def data(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
         self, value: torch.Tensor
     ) -> None:
-        old = self._elem
+        old, trace = self._elem, self._storage.trace
         if not isinstance(value, TracedTensor):
-            value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
+            value = wrap(backend.to_jax(value), value.dtype, trace=trace)
         # Autograd does not see the assignment: the gradient is still that of the old value.
         step = ViewStep(lambda v: replace_value(old, v), replace_value)
-        same = value.dtype == self.dtype and old.shape == value._elem.shape
-        self._storage = value._storage
-        self._chain = (*value._chain, step) if same and differentiable(self.dtype) else value._chain
-        self._cached_version = -1
+        if value.dtype != self.dtype or old.shape != value._elem.shape:
+            raise port_error(
+                f"`.data` of a tensor ({self.dtype}, {tuple(old.shape)}) gets another dtype or"
+                f" shape ({value.dtype}, {tuple(value._elem.shape)})",
+                code="TPU203",
+                remedy="make a new tensor, or assign one of the same dtype and shape",
+            )
+        for effects in () if trace is None else trace.effects:
+            effects.rebinding(self)
+        chain = (*value._chain, step) if differentiable(self.dtype) else value._chain
+        self.rebind(value._storage, chain)
+
+    def rebind(self, storage: Storage, chain: tuple[ViewStep, ...] = ()) -> None:
+        """Read another storage from here on; other aliases of the old one do not."""
+        self._storage, self._chain, self._cached_version = storage, chain, -1
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the value on the host, in the torch dtype.
@@ -490,6 +508,24 @@ class TracedTensor(backend.TorchaxTensor):
 class _Graph:
     """The `grad_fn` of a computed tensor in a trace, where torch's autograd records no graph."""
 
+    def __init__(self, tensor: TracedTensor) -> None:
+        self._tensor = tensor
+
+    def register_hook(self, hook: Any) -> Any:
+        """Refuse the backward pass: a hook of a node sees gradients that jax does not have."""
+
+        def refuse(_: torch.Tensor) -> torch.Tensor:
+            raise refusal
+
+        del hook
+        refusal = error_here(
+            "a hook of torch's autograd graph (grad_fn.register_hook, or a module's"
+            " register_backward_hook) sees gradients that jax does not keep",
+            code="TPU403",
+            remedy="use register_full_backward_hook, or take gradients without the hook",
+        )
+        return self._tensor.register_hook(refuse)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -498,9 +534,6 @@ class _Graph:
             code="TPU403",
             remedy="take gradients outside, with jax.grad of ported.apply",
         )
-
-
-_GRAPH = _Graph()
 
 
 def flow_seen(requires_grad: bool) -> Flow:

@@ -99,8 +99,13 @@ def flow_of(tensors: list[Any]) -> Flow:
     if not torch.is_grad_enabled():
         return Flow.STOPPED
     trace = current()
-    known = {} if trace is None else trace.substitutes
-    given = (t if isinstance(t, TracedTensor) else known.get(id(t)) for t in tensors)
+
+    def traced(operand: Any) -> TracedTensor | None:
+        if isinstance(operand, TracedTensor) or trace is None:
+            return operand if isinstance(operand, TracedTensor) else None
+        return trace.alias(operand) if isinstance(operand, torch.Tensor) else None
+
+    given = map(traced, tensors)
     return max((t._flow for t in given if t is not None), default=Flow.STOPPED)
 
 

@@ -189,9 +189,9 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     mode = trace.dispatch_mode if trace is not None else None
     try:
         if rule is not None:
-            result = _within(mode, rule, args, kwargs)
+            result = within(mode, rule, args, kwargs)
         else:
-            result = _within(mode, func.decompose, args, kwargs)
+            result = within(mode, func.decompose, args, kwargs)
     except NotImplementedError as error:
         result, cause = NotImplemented, error
     else:
@@ -209,6 +209,7 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-def _within(mode: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def within(mode: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a function in the mode of a trace, in which ops on host tensors are seen too."""
     with where_they_are(), mode or contextlib.nullcontext():
         return rule(*args, **kwargs)

@@ -14,6 +14,7 @@ from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.op_handler import op_handler
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.dispatch.compute import dispatch_value
+from tpuport.tracing.dispatch.foreach import register_foreach
 from tpuport.tracing.dispatch.inplace_ops import dispatch_write
 from tpuport.tracing.dispatch.value_checks import RULES, check_values
 from tpuport.tracing.dispatch.view_ops import as_strided, dispatch_view, inplace_view
@@ -23,6 +24,7 @@ from tpuport.tracing.dynamic_shapes.selection import traced_mask
 from tpuport.tracing.lowerings import load as load_lowerings
 
 load_lowerings()
+register_foreach()
 
 aten = torch.ops.aten
 

@@ -26,7 +26,10 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
     meta = func(meta_base, *args[1:], **kwargs)
     steps = info.view(meta_base, meta, *args[1:], **kwargs)
     if isinstance(steps, ViewStep):
-        return view_of(base, steps, meta, detach=func is aten.detach.default)
+        detach = func is aten.detach.default
+        if detach and trace is not None and trace.in_script:
+            return view_of(base, ViewStep(lambda v: v, lambda b, new: new), meta)
+        return view_of(base, steps, meta, detach=detach)
     views = [view_of(base, s, m) for s, m in zip(steps, meta, strict=True)]
     return type(meta)(views) if isinstance(meta, tuple) else views
 

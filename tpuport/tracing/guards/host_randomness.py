@@ -123,6 +123,15 @@ def restored(roots: list[Any]) -> Iterator[None]:
         states.restore()
 
 
+# An argument of the functions that beartype makes around others.
+_GETRANDBITS = "__beartype_getrandbits"
+
+
+def _first(bits: int) -> int:
+    del bits
+    return 0
+
+
 class _Watch:
     """A trace function of Python that finds the line of the user's code that draws first."""
 
@@ -134,6 +143,9 @@ class _Watch:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Follow the lines of the user's functions; the innermost is the first to notice."""
         del arg
+        if _GETRANDBITS in frame.f_code.co_varnames:
+            # beartype draws the item of a list that it checks. Python takes over what is set here.
+            frame.f_locals[_GETRANDBITS] = _first
         if self.site is not None or _is_library(frame.f_code.co_filename):
             return None
         ran = self._lines.get(frame, frame.f_lineno)

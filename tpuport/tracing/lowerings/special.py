@@ -12,7 +12,7 @@ from jax import lax
 from jax.scipy import special as jss
 
 from tpuport.tracing.core.lowering_registry import lowering
-from tpuport.tracing.lowerings._numeric import wide
+from tpuport.tracing.lowerings._numeric import is_complex, wide
 
 aten = torch.ops.aten
 # Most terms that are summed one by one before XLA's Hurwitz zeta, which is wrong below zero.
@@ -32,6 +32,19 @@ def _lgamma_of(x: jax.Array) -> jax.Array:
 @_lgamma_of.defjvp
 def _lgamma_jvp(primals: Any, tangents: Any) -> Any:
     return _lgamma_of(primals[0]), tangents[0] * _digamma_of(primals[0])
+
+
+@lowering(
+    aten.cosh.default,
+    reason="XLA's is not 1 near zero, and hyperbolic geometry takes the root of its square less 1",
+)
+def _cosh(x: jax.Array) -> jax.Array:
+    x = wide(x)
+    if is_complex(x):
+        return jnp.cosh(x)
+    is_small = jnp.abs(x) < 0.25
+    half = jnp.where(is_small, x, 0.0) / 2
+    return jnp.where(is_small, 1 + 2 * jnp.sinh(half) ** 2, jnp.cosh(x))
 
 
 @lowering(aten.hypot.default, reason="torchax's gradient at the origin is 0.5, torch's nan")

@@ -41,6 +41,11 @@ class _Context:
 
     save_for_forward = save_for_backward
 
+    @property
+    def saved_variables(self) -> tuple[Any, ...]:
+        """Return `saved_tensors` by its old name."""
+        return self.saved_tensors
+
     def mark_non_differentiable(self, *tensors: Any) -> None:
         self.constant = {id(tensor) for tensor in tensors}
 

@@ -2,6 +2,7 @@
 
 import copy
 import types
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,7 +197,8 @@ class PythonChanges:
 
     Traced tensors in the new values are placeholders, and so are the traced numbers of the
     attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
-    changed.
+    changed. `own` are the placeholders in the new values for parameters and buffers, and `modules`
+    the traced copies of modules in them, by name.
     """
 
     names: list[str]
@@ -208,6 +210,8 @@ class PythonChanges:
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     replacement: torch.nn.Module | None = None
     numbers: frozenset[str] = frozenset()
+    own: dict[str, torch.Tensor] = field(default_factory=dict)
+    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
 
     @property
     def causes(self) -> list[str]:
@@ -238,14 +242,15 @@ class PythonChanges:
         """
         if self.replacement is not None:
             return self.replacement
+        after = self._with_own(module) if self.own or self.modules else self.after
         for name in self.names:
             fqn, attribute = self.owners[name]
             owner = module.get_submodule(fqn)
-            if name not in self.after:
+            if name not in after:
                 for holder in (owner._parameters, owner._buffers, owner.__dict__):
                     holder.pop(attribute, None)
                 continue
-            value = self.after[name]
+            value = after[name]
             if attribute in owner._buffers and (value is None or isinstance(value, torch.Tensor)):
                 owner._buffers[attribute] = value
             elif attribute in owner._parameters:
@@ -258,12 +263,33 @@ class PythonChanges:
         self.put_hooks(module)
         return module
 
+    def _with_own(self, module: torch.nn.Module) -> dict[str, Any]:
+        """Return the new values, with the parts of a module in them.
+
+        An average of weights, say, refers to them beside the module (torch-ema by weak references).
+        """
+        leaves = state_tree(module).leaves
+        own = {id(placeholder): leaves[name] for name, placeholder in self.own.items()}
+        cloner = Cloner(lambda tensor: own.get(id(tensor), tensor))
+        cloner.memo.update({id(m): module.get_submodule(n) for n, m in self.modules.items()})
+        return {name: cloner.clone(value) for name, value in self.after.items()}
+
     def put_hooks(self, module: torch.nn.Module) -> None:
         """Set the changed hooks on a module of the same structure."""
         for fqn, kept in self.hooks.items():
             module.get_submodule(fqn).__dict__.update(
                 {name: copy.copy(value) for name, value in kept.items()}
             )
+
+
+class _Gone:
+    """What a weak reference refers to that has ended."""
+
+
+def _unless_gone(value: Any, cloner: Cloner) -> Any:
+    """Return a value, and for a weak reference to what the module does not keep, a dead one."""
+    is_weak = isinstance(value, weakref.ref) and not isinstance(value(), torch.Tensor)
+    return weakref.ref(_Gone()) if is_weak and id(value()) not in cloner.memo else value
 
 
 @dataclass
@@ -294,14 +320,23 @@ def python_changes(
     ]
     if not names and before.modules == after.modules and before.hooks == after.hooks:
         return None
-    cloner = Cloner(_placeholder)
+    paths = {id(after.leaves[n]): n for n in after.registered if n in before.leaves}
+    own: dict[str, torch.Tensor] = {}
+
+    def placeholder(tensor: torch.Tensor) -> torch.Tensor:
+        path, made = paths.get(id(tensor)), _placeholder(tensor)
+        if path is not None and path not in names and made is not tensor:
+            own[path] = made
+        return made
+
+    cloner = Cloner(placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
     values: dict[str, Any] = {}
     numbers: set[str] = set()
     for name in names:
         if name not in after.values:
             continue
-        value = cloner.clone(after.values[name])
+        value = _unless_gone(cloner.clone(after.values[name]), cloner)
         if isinstance(value, sym_numbers.SYMBOLIC):
             value = sym_numbers.placeholder(value)
             numbers.add(name)
@@ -320,9 +355,25 @@ def python_changes(
     replacement = None
     if before.modules != after.modules:
         replacement = Cloner(_placeholder).clone(module)
-    return PythonChanges(
+    changes = PythonChanges(
         names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
     )
+    changes.own, changes.modules = own, _modules_in(values, module)
+    return changes
+
+
+def _modules_in(values: dict[str, Any], module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the parts of a module that values refer to, by name."""
+
+    def parts(value: Any) -> list[Any]:
+        if isinstance(value, (torch.nn.Module, torch.Tensor, *pytree.ATOMS)):
+            return []
+        return [part for part in pytree.children(value).all if type(part) not in pytree.ATOMIC]
+
+    roots = [value for value in values.values() if type(value) not in pytree.ATOMIC]
+    found = pytree.walk(roots, parts) if roots else []
+    known = {id(value) for value in found if isinstance(value, torch.nn.Module)}
+    return {name: m for name, m in module.named_modules() if id(m) in known} if known else {}
 
 
 def _refuse_inner_numbers(after: StateTree) -> None:
