@@ -40,7 +40,8 @@ def kinds_of(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind is torch.Tensor:
             if value.layout is not torch.strided or value.device.type != "cpu":
                 return None
-            kinds.append((value.dtype, value.shape, value.stride(), value.requires_grad))
+            graph = (value.requires_grad, value.is_leaf)
+            kinds.append((value.dtype, value.shape, value.stride(), graph))
             tensors += 1
         elif kind is ArrayImpl:
             kinds.append((value.shape, value.dtype))

@@ -241,7 +241,8 @@ LIMITS = [
     case(aten.hardswish.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
     case(aten.relu.default, call(_FAR), call(turned(f(3, 4))), call(b(64)), call(i(4)), call(f(0))),
     case(
-        aten.elu.default, call(_FAR), call(b(64), 0.5, 1.5, 0.7), call(turned(f(3, 4)), 2), call(f()),
+        aten.elu.default, call(_FAR), call(b(64), 0.5, 1.5, 0.7), call(turned(f(3, 4)), 2),
+        call(f()),
     ),
     case(aten.celu.default, call(_FAR), call(_FAR, 0.5), call(b(64)), call(f(0))),
     case(aten.softplus.default, call(_FAR), call(_FAR, 2, 1), call(b(64)), call(f())),

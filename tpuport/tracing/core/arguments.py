@@ -61,6 +61,14 @@ def meta_argument(leaf: Any, path: str) -> torch.Tensor:
     raise UsageError(msg)
 
 
+def _computed(meta: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the meta tensor as one that was computed, if `like` was, which may be written to."""
+    if like.is_leaf or torch.is_inference_mode_enabled():
+        return meta
+    with torch.enable_grad():
+        return meta.view_as(meta)
+
+
 def long_integers(value: Any, error: Exception) -> Any:
     """Return call arguments with the int32 arrays of JAX as int64 tensors.
 
@@ -131,7 +139,7 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
             except OverflowError as error:
                 msg = f"argument {path}: {error}"
                 raise UsageError(msg) from error
-        metas.append(meta_of(leaf, like=True))
+        metas.append(_computed(meta_of(leaf, like=True), leaf))
     return values, metas
 
 

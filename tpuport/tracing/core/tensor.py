@@ -24,11 +24,13 @@ from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.concretize import decide, identity_is_asked
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_handler import handle
-from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
 from tpuport.tracing.core.view_steps import DETACH, ViewStep, apart, replace_value
 
 SERIALS = itertools.count()
+# How the text of a traced tensor begins.
+SHOWN = "TracedTensor("
 
 
 class Flow(enum.IntEnum):
@@ -469,7 +471,7 @@ class TracedTensor(backend.TorchaxTensor):
         del tensor_contents
         if self.is_concrete and self._storage.trace is None:
             return f"tpuport.Tensor({to_cpu(self)!r:.2000})"
-        return f"TracedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return TracedText(f"{SHOWN}shape={tuple(self.shape)}, dtype={self.dtype})")
 
     __str__ = __repr__
 

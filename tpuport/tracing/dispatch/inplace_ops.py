@@ -30,12 +30,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     else:
         _check_write(func, info, args, kwargs)
     operands = flat(args, kwargs)
-    for target in targets:
-        if isinstance(target, torch.Tensor):
-            _refuse_overlap(func, target)
-        for one in target if isinstance(target, (list, tuple)) else [target]:
-            if isinstance(one, TracedTensor):
-                refuse_by_autograd(one, operands)
+    _refuse_targets(func, targets, operands, is_out=is_out)
     if func in RENAMED:
         positional = [a for a in func._schema.arguments if not a.kwarg_only]
         args = (*args, *(a.default_value for a in positional[len(args) :]))
@@ -51,6 +46,21 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         else:
             _write_one(target, new, flow)
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _refuse_targets(func: Any, targets: list[Any], operands: list[Any], *, is_out: bool) -> None:
+    """Refuse what eager refuses to write to."""
+    for target in targets:
+        if isinstance(target, torch.Tensor):
+            _refuse_overlap(func, target)
+    written = [target for target in flat(tuple(targets), {}) if isinstance(target, TracedTensor)]
+    if is_out and flow_of([*written, *operands]) is Flow.SEEN:
+        raise RuntimeError(
+            f"{func._opname}(): functions with out=... arguments don't support automatic"
+            " differentiation, but one of the arguments requires grad."
+        )
+    for target in written:
+        refuse_by_autograd(target, operands)
 
 
 def refuse_by_autograd(target: TracedTensor, operands: list[Any]) -> None:
