@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 import tpuport
 from tests.exactness.scenario import normal
+from tpuport.foundation.errors import PortError
 
 X = normal(3)
 
@@ -406,3 +407,45 @@ def test_an_argument_that_jax_differentiates_needs_a_gradient(outer, inner):
         found = outer(jax.grad(total, places))(x, w)
         for have, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(have, expected)
+
+
+class Gathered(torch.autograd.Function):
+    """Reads what it saved at places that only the backward computes."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(x, places)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        x, places = ctx.saved_tensors
+        return g * x[places * 1000000000], None
+
+
+@pytest.mark.parametrize("places", [[0, 0], [0, 1], [0, 7]], ids=["right", "outside", "64 bits"])
+def test_gradients_are_nan_where_a_check_in_a_backward_fails(places):
+    ported, x = tpuport.convert(Gathered.apply, verify=False), jnp.asarray([2.0, 3.0])
+    places = torch.tensor(places)
+    try:  # around the call, not in it
+        found = jax.grad(lambda x: ported.apply({}, {}, None, x, places)[0].sum())(x)
+    except IndexError:
+        found = None
+    assert found is not None
+    assert np.isnan(found).all() == bool(places.any())
+
+
+def test_a_backward_that_returns_too_few_gradients_is_named():
+    class Few(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    ported = tpuport.convert(lambda x: Few.apply(x, 2), verify=False)
+    with pytest.raises(PortError, match="expected 2, got 1") as caught:
+        jax.grad(lambda x: ported.apply({}, {}, None, x)[0].sum())(jnp.ones(2))
+    assert caught.value.source_line == "return g"

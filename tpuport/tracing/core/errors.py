@@ -13,6 +13,7 @@ from tpuport.tracing.core.active import innermost
 
 _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRACER = os.path.join(_TRACING, "session", "tracer.py")
+_FUNCTIONS = os.path.join(_TRACING, "patches", "autograd_function.py")
 _INSIDE = inside_prefixes()
 
 
@@ -52,7 +53,9 @@ def inside_try(error: BaseException) -> str | None:
     here count as those that catch it.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != _TRACER:
+    # jax runs a backward when the trace has ended: what calls jax has no part in it.
+    ends = (_TRACER,) if getattr(innermost(), "explorer", None) else (_TRACER, _FUNCTIONS)
+    while frame is not None and frame.f_code.co_filename not in ends:
         # Functions without a table of exceptions have no `try`.
         if frame.f_code.co_exceptiontable:
             for guarded in _guarded(frame.f_code.co_filename):

@@ -20,7 +20,14 @@ from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of, wrap
+from tpuport.tracing.core.tensor import (
+    Flow,
+    Storage,
+    TracedTensor,
+    differentiable,
+    meta_of,
+    wrap,
+)
 from tpuport.tracing.core.values import flow_of, value_of, write
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
 from tpuport.tracing.dynamic_shapes.extents import extents_of
@@ -255,7 +262,7 @@ class _FunctionCall:
             given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
             left = zip(self.bound.take_gradients(), bound, strict=True)
             given += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
-            return _conjugate(given)
+            return _conjugate(_spoiled(given, trace.error_code))
 
     def _needs(self, seen: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return which arguments need a gradient: also those that jax alone differentiates."""
@@ -300,6 +307,7 @@ class _FunctionCall:
                     f" {list(meta.shape)}, which eager PyTorch refuses too",
                     code="TPU403",
                     remedy="return a gradient of the argument's shape",
+                    place=_end_of(self.cls.backward),
                 ) from error
         return value_of(grad).astype(backend.jax_dtype(meta.dtype))
 
@@ -316,6 +324,7 @@ class _FunctionCall:
                 f" (expected {count}, got {len(grads)}), which eager PyTorch refuses too",
                 code="TPU403",
                 remedy="return one gradient for each argument of forward, None where there is none",
+                place=_end_of(self.cls.backward),
             )
         return grads[:count]
 
@@ -371,18 +380,42 @@ def apply_function(trace: Trace, cls: Any, args: tuple[Any, ...]) -> Any:
     return _FunctionCall(trace, cls, args).run(args)
 
 
+def _end_of(function: Any) -> str | None:
+    """Return the last line of a function as `file:line`, which returns its results."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    return f"{code.co_filename}:{max(line for *_, line in code.co_lines() if line)}"
+
+
+def _spoiled(gradients: list[Any], code: Storage | None) -> list[Any]:
+    """Return gradients that are nan where a check of the backward failed.
+
+    A backward can return nothing but gradients: there is no other way to tell the caller.
+    """
+    if code is None or not code.version:
+        return gradients
+    failed = code.value != 0
+    return [None if g is None else jnp.where(failed, jnp.nan, g) for g in gradients]
+
+
 @contextlib.contextmanager
 def _running(trace: Trace) -> Iterator[Trace]:
     """Enter a trace for a backward: the forward's, or a new one if that has already ended."""
     if not trace.closed:
-        # A check would be a value of the backward, which must not leave it.
-        failures, trace.error_code = trace.error_code, None
+        failures = trace.error_code
         try:
             with trace.recording():
+                trace.error_code = _no_failure(trace)
                 yield trace
         finally:
             trace.error_code = failures
         return
     later = Trace(None, TraceOptions(patches=trace.options.patches))
     with installed(later.options.patches), active(later):
+        later.error_code = _no_failure(later)
         yield later
+
+
+def _no_failure(trace: Trace) -> Storage:
+    return Storage(jnp.zeros((), jnp.int32), trace)
