@@ -174,3 +174,40 @@ def test_an_error_of_jax_in_a_branch_is_no_check_of_the_users():
     with pytest.raises(PortError, match="an outcome of the branch cannot be traced") as caught:
         tpuport.convert(function, verify=False)(PLAIN)
     assert caught.value.source_line == "jnp.zeros(2) + jnp.zeros(3)"
+
+
+def test_edits_of_tensors_that_are_no_state_count():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale, self.shifts = torch.ones(2), [torch.zeros(2)]
+            self.layers = [torch.nn.Linear(2, 2, bias=False)]  # not registered
+            torch.nn.init.ones_(self.layers[0].weight)
+
+        def forward(self, x):
+            return self.layers[0](x * self.scale + self.shifts[0])
+
+    def write(net):
+        with torch.no_grad():
+            net.layers[0].weight[0] = 5.0
+
+    ported = tpuport.convert(Net())
+    eager = Net()
+    for edit in (
+        lambda net: None,
+        lambda net: net.scale.mul_(3),
+        lambda net: net.shifts[0].add_(1),
+        write,
+        lambda net: setattr(net, "scale", torch.full((2,), 7.0)),
+    ):
+        edit(eager)
+        edit(ported.module)
+        torch.testing.assert_close(tpuport.to_torch(ported(PLAIN)), eager(PLAIN).detach())
+
+
+def test_another_memory_of_a_global_counts():
+    outside = torch.ones(2)
+    ported = tpuport.convert(lambda x: x * outside)
+    assert tpuport.to_torch(ported(PLAIN)).tolist() == [1.0, 2.0]
+    outside.data = torch.full((2,), 5.0)
+    assert tpuport.to_torch(ported(PLAIN)).tolist() == [5.0, 10.0]
