@@ -350,8 +350,9 @@ class _FunctionCall:
 
 
 def _instantiated(cotangent: Any) -> jax.Array:
-    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        return jnp.zeros_like(cotangent.aval)
+    return cotangent
 
 
 def _kind(value: Any) -> jax.ShapeDtypeStruct:
