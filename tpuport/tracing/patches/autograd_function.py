@@ -351,7 +351,8 @@ class _FunctionCall:
 
 def _instantiated(cotangent: Any) -> jax.Array:
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
-        return jnp.zeros_like(cotangent.aval)
+        kind: Any = cotangent.aval
+        return jnp.zeros(kind.shape, kind.dtype)
     return cotangent
 
 
