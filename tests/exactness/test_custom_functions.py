@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -342,11 +343,11 @@ class MarkedDirty(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        return g
+        return g * 7.0
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_function_may_mark_its_input_as_written_where_no_gradient_is_asked_for(rows):
+def test_a_function_may_mark_its_input_as_written(rows):
     class Net(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -367,7 +368,84 @@ def test_a_function_may_mark_its_input_as_written_where_no_gradient_is_asked_for
     with tpuport.porting(), torch.inference_mode():
         got = net.cuda()(x.cuda())
         torch.testing.assert_close(tuple(one.cpu() for one in got), expected)
-    asking = tpuport.convert(Net(), verify=False)
-    x.requires_grad_()
-    with pytest.raises(PortError, match="writes its inputs in place"):
-        asking(x)
+    own = Net()
+    asking = tpuport.convert(own)
+    found = jax.grad(lambda p: sum(o.sum() for o in asking.apply(p, {}, None, x)[0]))(asking.params)
+    sum(out.sum() for out in own(x)).backward()
+    for name, parameter in own.named_parameters():
+        np.testing.assert_allclose(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+class OfNeeded(torch.autograd.Function):
+    """Gives gradients only to what needs one, as kernels with two products do."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return (
+            g * w * 3 if ctx.needs_input_grad[0] else None,
+            g * x * 4 if ctx.needs_input_grad[1] else None,
+        )
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["plain", "jit"])
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_an_argument_that_jax_differentiates_needs_a_gradient(outer, inner):
+    ported = tpuport.convert(OfNeeded.apply, verify=False)
+    x, w = jnp.arange(3.0), jnp.arange(3.0) + 5
+
+    @inner
+    def total(x, w):
+        return ported.apply({}, {}, None, x, w)[0].sum()
+
+    for places, want in (((0, 1), [w * 3, x * 4]), (0, w * 3), (1, x * 4)):
+        found = outer(jax.grad(total, places))(x, w)
+        for have, expected in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(have, expected)
+
+
+class Gathered(torch.autograd.Function):
+    """Reads what it saved at places that only the backward computes."""
+
+    @staticmethod
+    def forward(ctx, x, places):
+        ctx.save_for_backward(x, places)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        x, places = ctx.saved_tensors
+        return g * x[places * 1000000000], None
+
+
+@pytest.mark.parametrize("places", [[0, 0], [0, 1], [0, 7]], ids=["right", "outside", "64 bits"])
+def test_gradients_are_nan_where_a_check_in_a_backward_fails(places):
+    ported, x = tpuport.convert(Gathered.apply, verify=False), jnp.asarray([2.0, 3.0])
+    places = torch.tensor(places)
+    try:  # around the call, not in it
+        found = jax.grad(lambda x: ported.apply({}, {}, None, x, places)[0].sum())(x)
+    except IndexError:
+        found = None
+    assert found is not None
+    assert np.isnan(found).all() == bool(places.any())
+
+
+def test_a_backward_that_returns_too_few_gradients_is_named():
+    class Few(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    ported = tpuport.convert(lambda x: Few.apply(x, 2), verify=False)
+    with pytest.raises(PortError, match="expected 2, got 1") as caught:
+        jax.grad(lambda x: ported.apply({}, {}, None, x)[0].sum())(jnp.ones(2))
+    assert caught.value.source_line == "return g"

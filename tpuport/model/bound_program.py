@@ -18,7 +18,7 @@ from tpuport.model.program_cache import CachedProgram, modes, raise_failed
 from tpuport.model.shared_results import share
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import fresh_key, unused_key
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.tensor import Storage, TracedTensor, flow_seen
 
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState
@@ -40,7 +40,8 @@ def kinds_of(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kind is torch.Tensor:
             if value.layout is not torch.strided or value.device.type != "cpu":
                 return None
-            kinds.append((value.dtype, value.shape, value.stride(), value.requires_grad))
+            graph = (value.requires_grad, value.is_leaf)
+            kinds.append((value.dtype, value.shape, value.stride(), graph))
             tensors += 1
         elif kind is ArrayImpl:
             kinds.append((value.shape, value.dtype))
@@ -75,7 +76,10 @@ class BoundProgram:
         self._baked = compiled.baked
         self._checks = compiled.outcome.trace.recorder.checks
         self._shares = bool(compiled.outcome.out_aliases)
-        self._metas = [_contiguous(meta) for meta in compiled.outcome.out_metas]
+        self._metas = [
+            arguments.result_meta(meta) if isinstance(meta, torch.Tensor) else meta
+            for meta in compiled.outcome.out_metas
+        ]
 
     @staticmethod
     def suits(ported: "PortedState", compiled: CachedProgram) -> bool:
@@ -115,16 +119,10 @@ class BoundProgram:
         return True, pytree.unflatten(outcome.out_spec, made)
 
 
-def _contiguous(meta: Any) -> Any:
-    """Return the meta tensor that results of a program have, made once; others as they are."""
-    if not isinstance(meta, torch.Tensor):
-        return meta
-    return torch.empty(meta.shape, dtype=meta.dtype, device="meta")
-
-
 def _result(value: Any, meta: Any) -> Any:
     if isinstance(meta, torch.Tensor):
-        return TracedTensor(Storage(value, None), (), meta, value)
+        flow = flow_seen(meta.requires_grad)
+        return TracedTensor(Storage(value, None), (), meta, value, flow)
     return arguments.from_program(value, meta)
 
 

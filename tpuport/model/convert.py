@@ -135,6 +135,9 @@ def _check_target(
 
 def _check_class(name: str, tensor: Any) -> None:
     """Refuse a weight of a class that keeps torch's functions from its tensor."""
+    if torch.nn.parameter.is_lazy(tensor):
+        msg = f"{name} has no values yet: call the lazy module once, then convert it"
+        raise UsageError(msg)
     try:
         tensor.detach().resolve_conj()
     except (TypeError, AttributeError) as error:

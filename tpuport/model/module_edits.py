@@ -1,5 +1,6 @@
 """Edits of a ported model's `module` between two calls."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,16 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         made = parameter_like(made, tensor)
     vars(made).update(vars(tensor))
     return made
+
+
+def _unregistered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Return the tensors of modules that a module keeps in plain lists, tuples and dicts."""
+    for owner in module.modules():
+        for name, held in vars(owner).items():
+            if name != "_modules" and isinstance(held, (list, tuple, dict)):
+                for one in held.values() if isinstance(held, dict) else held:
+                    if isinstance(one, torch.nn.Module):
+                        yield from (*one.parameters(), *one.buffers())
 
 
 class ModuleEdits:
@@ -53,10 +64,14 @@ class ModuleEdits:
         """Return the module's state, what decides about its program, and a key for each leaf."""
         with torch._C.DisableTorchFunction():
             tree = state_tree(self.module, ported._tracer.numbers, objects=True)
-            leaves = {n: leaf for n, leaf in tree.leaves.items() if n in tree.registered}
-            keys = {name: key_of(leaf) for name, leaf in leaves.items()}
+            state = ported.by_fqn()
+            every = {name: key_of(leaf) for name, leaf in tree.leaves.items()}
+            keys = {n: key for n, key in every.items() if n in tree.registered or n in state}
+            # Tensors that no call changes are constants of the program.
+            constants = [(n, key) for n, key in every.items() if n not in keys]
+            constants += [("", key_of(tensor)) for tensor in _unregistered(self.module)]
         keys |= {n: tree.leaves[n] for n in ported._tracer.numbers if n in tree.leaves}
-        return tree, frame_of(tree, self.module), keys
+        return tree, (frame_of(tree, self.module), constants), keys
 
     def take(self, ported: "PortedState") -> None:
         """Take over what was changed.
@@ -79,7 +94,7 @@ class ModuleEdits:
         state = ported.by_fqn()
         written = [n for n in keys if n in self._keys and keys[n] != self._keys[n]]
         for name in written:
-            if name in tree.registered and state.get(name) is not self._values[name]:
+            if state.get(name) is not self._values[name]:
                 raise UsageError(
                     f"{name} was written in `ported.module`, and the model has had another value"
                     " for it since that of `ported.module`; set `ported.params` or"

@@ -176,7 +176,7 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
     kinds = tuple(
         meta
         if _is_class(meta)
-        else (meta.dtype, tuple(meta.shape), meta.stride(), meta.requires_grad)
+        else (meta.dtype, tuple(meta.shape), meta.stride(), meta.requires_grad, meta.is_leaf)
         for meta in metas
     )
     key = (call.spec.key, kinds, version, modes())

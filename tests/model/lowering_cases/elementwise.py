@@ -11,6 +11,8 @@ INF, NAN = math.inf, math.nan
 BIG = t(2**24 + 1, -(2**25) - 3, 7, -7, 0)
 BYTES = t(0, 1, 7, 200, 255, dtype=torch.uint8)
 EDGES = t(-INF, -2.5, -1.0, -0.0, 0.0, 0.5, 1.0, 3.0, INF, NAN)
+# An exponential overflows, and a gradient passes nan.
+_FAR = t(NAN, 100.0, -100.0, 1e4, -1e4, 88.0, 0.0, 30.0, -30.0, 0.5)
 _THREES = t(-4.0, -3.0, -1.0, 0.0, 2.0, 3.0, 4.0)
 KINKS = t(-3.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0)
 POSITIVE = f(3, 4).abs() + 0.1
@@ -237,6 +239,14 @@ LIMITS = [
     ),
     case(aten.hardsigmoid.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
     case(aten.hardswish.default, call(_THREES), call(turned(f(3, 4))), call(b(64)), call(f(0))),
+    case(aten.relu.default, call(_FAR), call(turned(f(3, 4))), call(b(64)), call(i(4)), call(f(0))),
+    case(
+        aten.elu.default, call(_FAR), call(b(64), 0.5, 1.5, 0.7), call(turned(f(3, 4)), 2),
+        call(f()),
+    ),
+    case(aten.celu.default, call(_FAR), call(_FAR, 0.5), call(b(64)), call(f(0))),
+    case(aten.softplus.default, call(_FAR), call(_FAR, 2, 1), call(b(64)), call(f())),
+    case(aten.mish.default, call(_FAR), call(turned(f(3, 4))), call(b(64)), call(f(0))),
     case(
         aten.leaky_relu.default, call(KINKS), call(b(64), 0.3), call(turned(f(3, 4)), -0.5),
         call(f()), call(f(0), 0.1),

@@ -135,6 +135,7 @@ RESIZING = [
     case(
         aten.upsample_bilinear2d.default, call(IMAGE, [8, 3], False), call(IMAGE, [8, 3], True),
         call(turned(IMAGE), [7, 9], False, 1.4, 1.5), call(b(2, 4, 5, 6), [8, 9], False),
+        call(IMAGE, [5, 9], False, 1.1, 1.5), call(IMAGE, [5, 6], False, 1.1, 1.1),
     ),
     case(aten.upsample_bilinear2d.default, call(_BYTES, [7, 4], False), grad=False),
     case(
@@ -161,6 +162,7 @@ RESIZING = [
     case(
         aten.upsample_nearest2d.default, call(IMAGE, [10, 12]), call(IMAGE, [3, 4]),
         call(turned(IMAGE), [7, 9], 1.4, 1.5), call(b(2, 4, 5, 6), [8, 9]),
+        call(IMAGE, [5, 12], 1.1, 2.1), call(IMAGE, [5, 6], 1.1, 1.1),
     ),
     case(aten.upsample_nearest2d.default, call(_BYTES, [8, 4]), grad=False),
     case(

@@ -108,6 +108,14 @@ WRITING = [
         call(turned(f(3, 4)), t(1, -1), f(2)), call(mask(6), t(1, 1), mask(2), True),
         call(i(6), t(1, 1, 2), i(3), True), call(f(3), NONE, f(0)), call(b(6), t(5), b(1)),
     ),
+    *(
+        case(
+            op, call(f(3, 4), [t(1, 1), None], f(2, 4)), call(f(3, 4), [t(1, 1), t(2, 2)], f(2)),
+            call(f(2, 3, 4), [t(1, 1), None, t(2, 2)], f(2, 3)), call(f(3), [t(1, 1)], f(2), True),
+            call(b(6), [t(5)], b(1)), call(i(5), [t(1, 2)], i(2)), call(f(3), [NONE], f(0)),
+        )
+        for op in (aten.index_put.default, aten._unsafe_index_put.default)
+    ),
 ]  # fmt: skip
 
 _INDEX = at(2, 3, size=4)

@@ -110,7 +110,7 @@ class LiveModel(PortedModel):
             name
             for name, (_, attribute) in tree.owners.items()
             if name not in tree.registered and name in tree.statics
-            if not self._outside.code.reads(attribute) and attribute != "training"
+            if not self._outside.code.reads(attribute) and attribute not in ("training", "forward")
         ]
         for name in unread:
             del tree.statics[name]

@@ -14,8 +14,13 @@ def _compile(model: Any = None, **kwargs: Any) -> Any:
     return (lambda function: function) if model is None else model
 
 
+_SCRIPT = torch.jit.script
+
+
 def _script(obj: Any, *args: Any, **kwargs: Any) -> Any:
-    del args, kwargs
+    # Torch itself needs what it scripts: its forward-mode derivatives take its graph.
+    if str(getattr(obj, "__module__", None)).partition(".")[0] == "torch":
+        return _SCRIPT(obj, *args, **kwargs)
     return obj
 
 

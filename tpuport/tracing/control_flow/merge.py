@@ -6,6 +6,7 @@ a side raises, the condition becomes a check and the other side is the program.
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.foundation.user_frames import user_places
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
@@ -199,6 +201,8 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError) or is_of_numbers(error):
                     raise
+                if _is_of_jax(error):
+                    raise _untraced(error) from error
                 side.error = error
         side.body = Body(trace, thunk)
         side.body.written = list(effects.before.values())
@@ -220,6 +224,24 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
         for unit, before in known:
             unit.known = before
     return side
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Return whether jax raised an error: about the program, not about the user's values."""
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    names = (type(error).__module__, str(last.f_globals.get("__name__")))
+    return any(name.partition(".")[0] in ("jax", "jaxlib", "torchax") for name in names)
+
+
+def _untraced(error: Exception) -> TpuportError:
+    place = next(user_places(error.__traceback__), None)
+    return port_error(
+        f"an outcome of the branch cannot be traced: {type(error).__name__}: {error}",
+        code="TPU105",
+        remedy="this is a gap in tpuport or jax: please report it with this line",
+        cause=error,
+        place=None if place is None else str(place),
+    )
 
 
 def _written_union(sides: list[_Side]) -> list[Any]:

@@ -79,6 +79,7 @@ class RefusalRecorder(Protocol):
 
     refusal: Exception | None
     restart: BaseException | None
+    text: str | None
 
 
 class ActiveTrace(Protocol):

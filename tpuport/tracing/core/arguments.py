@@ -13,7 +13,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.tensor import TracedTensor, flow_seen, meta_of, wrap
+from tpuport.tracing.core.tensor import Storage, TracedTensor, flow_seen, meta_of, wrap
 
 
 def flatten_call(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:
@@ -59,6 +59,14 @@ def meta_argument(leaf: Any, path: str) -> torch.Tensor:
         return torch.empty(leaf.shape, dtype=backend.torch_dtype(leaf.dtype), device="meta")
     msg = f"{path} is a {type(leaf).__name__}: expected a tensor or array"
     raise UsageError(msg)
+
+
+def _computed(meta: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the meta tensor as one that was computed, if `like` was, which may be written to."""
+    if like.is_leaf or torch.is_inference_mode_enabled():
+        return meta
+    with torch.enable_grad():
+        return meta.view_as(meta)
 
 
 def long_integers(value: Any, error: Exception) -> Any:
@@ -131,7 +139,7 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
             except OverflowError as error:
                 msg = f"argument {path}: {error}"
                 raise UsageError(msg) from error
-        metas.append(meta_of(leaf, like=True))
+        metas.append(_computed(meta_of(leaf, like=True), leaf))
     return values, metas
 
 
@@ -262,7 +270,19 @@ def from_program(value: Any, meta: Any) -> Any:
     if isinstance(meta, type):
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
         return kind(value)
-    return wrap(value, meta.dtype, flow=flow_seen(meta.requires_grad))
+    flow = flow_seen(meta.requires_grad)
+    return TracedTensor(Storage(value, None), (), result_meta(meta), value, flow)
+
+
+def result_meta(meta: torch.Tensor) -> torch.Tensor:
+    """Return the meta tensor of a result: of eager's strides, if its elements fill the memory.
+
+    A result with gaps or with elements that share memory is a contiguous copy.
+    """
+    dense = torch.ops.aten.is_non_overlapping_and_dense.default(meta)
+    stride = meta.stride() if dense else torch.empty(meta.shape, device="meta").stride()
+    like = {"dtype": meta.dtype, "device": "meta", "requires_grad": meta.requires_grad}
+    return torch.empty_strided(meta.shape, stride, **like)
 
 
 # -- arguments over the same memory ----------------------------------------------------------------

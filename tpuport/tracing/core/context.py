@@ -150,6 +150,7 @@ class Recorder:
         refusal: The first error of ours, which the user's code may have caught.
         restart: The first restart of the trace, which it may have caught as well.
         block: The block that is traced for its family, and the name of the family.
+        text: The line that last made text of a traced value.
     """
 
     counters: "Counters" = field(default_factory=lambda: Counters())
@@ -158,6 +159,7 @@ class Recorder:
     refusal: Exception | None = None
     restart: BaseException | None = None
     block: tuple[str, str] | None = None
+    text: str | None = None
 
     def scope_of(self, name: str) -> str:
         """Return the scope that a module's instructions are named after in the compiled program."""

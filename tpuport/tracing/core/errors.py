@@ -13,7 +13,7 @@ from tpuport.tracing.core.active import innermost
 
 _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRACER = os.path.join(_TRACING, "session", "tracer.py")
-_BACKWARD = (os.path.join(_TRACING, "patches", "autograd_function.py"), "_pulled_back")
+_FUNCTIONS = os.path.join(_TRACING, "patches", "autograd_function.py")
 _INSIDE = inside_prefixes()
 
 
@@ -53,7 +53,9 @@ def inside_try(error: BaseException) -> str | None:
     here count as those that catch it.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_entry(frame):
+    # jax runs a backward when the trace has ended: what calls jax has no part in it.
+    ends = (_TRACER,) if getattr(innermost(), "explorer", None) else (_TRACER, _FUNCTIONS)
+    while frame is not None and frame.f_code.co_filename not in ends:
         # Functions without a table of exceptions have no `try`.
         if frame.f_code.co_exceptiontable:
             for guarded in _guarded(frame.f_code.co_filename):
@@ -62,12 +64,6 @@ def inside_try(error: BaseException) -> str | None:
                         return f"{frame.f_code.co_filename}:{guarded.line}"
         frame = frame.f_back
     return None
-
-
-def _is_entry(frame: FrameType) -> bool:
-    """Return whether a trace, or a custom backward of a program, is entered in this frame."""
-    code = frame.f_code
-    return code.co_filename == _TRACER or (code.co_filename, code.co_name) == _BACKWARD
 
 
 def _catches(expr: ast.expr | None, frame: FrameType, error: BaseException) -> bool:

@@ -42,17 +42,22 @@ def _same(a: Any, b: Any) -> bool:
     return a is b
 
 
+def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return what a write to a tensor changes, or an assignment to its `.data`."""
+    return tensor._version, tensor.data_ptr()
+
+
 @dataclass
 class Guards:
     """The guards of one program: collected by its trace, checked before each later call.
 
     Attributes:
-        tensors: host tensors from outside by id, with their version when they were read.
+        tensors: host tensors from outside by id, with their version and memory when they were read.
         modules: modules from outside by id, with what they held.
         python: the Python values that the code read.
     """
 
-    tensors: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    tensors: dict[int, tuple[torch.Tensor, tuple[int, int]]] = field(default_factory=dict)
     modules: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=dict
     )
@@ -62,7 +67,7 @@ class Guards:
     def note_tensor(self, tensor: torch.Tensor) -> None:
         """Note that a host tensor from outside is read."""
         if id(tensor) not in self.tensors and not tensor.is_inference():
-            self.tensors[id(tensor)] = (tensor, tensor._version)
+            self.tensors[id(tensor)] = (tensor, _state_of(tensor))
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Note that a module from outside is called."""
@@ -102,8 +107,8 @@ class Guards:
 
     def changed(self) -> str | None:
         """Say what has changed since it was read, or return None."""
-        for tensor, version in self.tensors.values():
-            if tensor._version != version:
+        for tensor, before in self.tensors.values():
+            if _state_of(tensor) != before:
                 return f"a tensor of shape {tuple(tensor.shape)} outside the module was written"
         for module, held, _ in self.modules.values():
             now = _held(module)

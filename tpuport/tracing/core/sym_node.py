@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tpuport.foundation.user_frames import is_inside
+from tpuport.foundation.user_frames import is_inside, user_line
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.concretize import concrete_number, decide, raise_if
@@ -93,7 +93,14 @@ class Linear:
 
 
 class TracedText(str):
-    """The text of a traced number: it can be shown, but not compared or taken apart."""
+    """The text of a traced tensor or number: it can be shown, but not compared or taken apart."""
+
+    def __new__(cls, text: str) -> "TracedText":
+        """Note the line: the text may become part of a longer one, which is a plain `str`."""
+        trace = innermost()
+        if trace is not None:
+            trace.recorder.text = user_line()
+        return str.__new__(cls, text)
 
     def __add__(self, other: str) -> "TracedText":
         """Return a text that cannot be compared either."""
@@ -111,9 +118,10 @@ def _refused_to_users(name: str) -> Callable[..., Any]:
         if is_inside(sys._getframe(1).f_code.co_filename):
             return original(self, *args, **kwargs)
         raise port_error(
-            "the text of a number that depends on the program's inputs is compared or taken apart",
+            "the text of a tensor or number that depends on the program's inputs is compared or"
+            " taken apart",
             code="TPU103",
-            remedy="compare the number itself, or pass it as a Python number (it is then static)",
+            remedy="compare the value itself, or pass it as a Python number (it is then static)",
         )
 
     return method

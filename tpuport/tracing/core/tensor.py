@@ -24,11 +24,13 @@ from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.concretize import decide, identity_is_asked
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.op_handler import handle
-from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
 from tpuport.tracing.core.view_steps import DETACH, ViewStep, apart, replace_value
 
 SERIALS = itertools.count()
+# How the text of a traced tensor begins.
+SHOWN = "TracedTensor("
 
 
 class Flow(enum.IntEnum):
@@ -113,6 +115,10 @@ class TracedTensor(backend.TorchaxTensor):
     _as_number: tuple[jax.Array, int, Any] | None = None
     # Whether it is state of the program or one of its arguments.
     _is_given: bool
+    # Whether it is a view of a leaf that requires grad.
+    _of_leaf = False
+    # Why autograd refuses writes to this view, if a gradient would go through them.
+    _unwritable: str | None = None
     # What `backward()` inside the program gave it.
     _left_grad: "TracedTensor | None" = None
 
@@ -412,6 +418,11 @@ class TracedTensor(backend.TorchaxTensor):
         return self._is_leaf or not self.requires_grad
 
     @property
+    def _is_parameter(self) -> bool:
+        """Return whether this is a leaf that requires grad by itself, not by what is written."""
+        return self._is_leaf and self._own_flow is Flow.SEEN
+
+    @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """Return the tensor without its gradient; assignment keeps the gradient.
 
@@ -478,7 +489,7 @@ class TracedTensor(backend.TorchaxTensor):
         del tensor_contents
         if self.is_concrete and self._storage.trace is None:
             return f"tpuport.Tensor({to_cpu(self)!r:.2000})"
-        return f"TracedTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return TracedText(f"{SHOWN}shape={tuple(self.shape)}, dtype={self.dtype})")
 
     __str__ = __repr__
 
@@ -594,6 +605,11 @@ def to_cpu(tensor: TracedTensor) -> torch.Tensor:
     return backend.to_torch(value, tensor.dtype)
 
 
+_MADE_WITHOUT_GRAD = (
+    "A view was created in no_grad mode and is being modified inplace with grad mode enabled."
+)
+
+
 def view_of(
     base: TracedTensor, step: ViewStep, meta: torch.Tensor, *, detach: bool = False
 ) -> TracedTensor:
@@ -612,6 +628,9 @@ def view_of(
     flow = Flow.STOPPED if detach else base._flow if cut else base._own_flow
     result = TracedTensor(base._storage, chain, meta, None, flow, detach or cut or base._detached)
     result._is_leaf = cut
+    if not detach:
+        result._of_leaf = base._of_leaf or base._is_parameter
+        result._unwritable = _MADE_WITHOUT_GRAD if cut else base._unwritable
     result._bounds = base._bounds
     result._keep(value)
     return result

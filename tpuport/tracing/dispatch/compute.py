@@ -19,7 +19,7 @@ from tpuport.tracing.core.op_info import OpInfo, is_taken_apart
 from tpuport.tracing.core.tensor import Flow, TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
 from tpuport.tracing.core.view_steps import tied
-from tpuport.tracing.dispatch import meta_infer
+from tpuport.tracing.dispatch import dtypes, meta_infer
 from tpuport.tracing.dispatch.int64_ops import (
     argument_of,
     floating_dtype,
@@ -53,13 +53,16 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         return _decompose(func, args, kwargs)
     tensors = flat(args, kwargs)
     metas = meta_infer.infer(func, args, kwargs)
+    if not info.is_random:
+        dtypes.refuse(func, args, kwargs, tensors)
     if info.is_random:
         kwargs = {k: v for k, v in kwargs.items() if k != "generator"} | {
             "key": op_key(trace, kwargs)
         }
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
     is_number = any(isinstance(t, sym_numbers.SYMBOLIC) for t in tensors)
-    lower = functools.partial(_lower, func, info.lower, is_number=is_number)
+    as_eager = functools.partial(_as_eager, func, args, kwargs, tensors)
+    lower = functools.partial(_lower, func, info.lower, as_eager, is_number=is_number)
     if needs_64(func, args, kwargs, metas):
         value = run_64(func, lower, args, kwargs, metas)
     else:
@@ -133,9 +136,17 @@ def _mark_indices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
 
 def _lower(
-    func: Any, lower: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], is_number: bool
+    func: Any,
+    lower: Callable[..., Any],
+    as_eager: Callable[[], None],
+    args: list[Any],
+    kwargs: dict[str, Any],
+    is_number: bool,
 ) -> Any:
-    """Run a lowering; `is_number` says whether a traced number is among the arguments."""
+    """Run a lowering; `is_number` says whether a traced number is among the arguments.
+
+    If it fails, `as_eager` may raise what eager raises.
+    """
     trace = current()
     if trace is not None:
         name = str(func)
@@ -153,6 +164,7 @@ def _lower(
                 remedy="pass it as a Python number (it is then static)",
                 cause=error,
             ) from error
+        as_eager()
         raise port_error(
             f"the lowering of {func} to JAX failed: {type(error).__name__}:"
             f" {str(error).splitlines()[0] if str(error) else ''}",
@@ -163,6 +175,19 @@ def _lower(
             ),
             cause=error,
         ) from error
+
+
+def _as_eager(func: Any, args: Any, kwargs: Any, tensors: list[Any]) -> None:
+    """Raise what eager raises for operands of these sizes and dtypes, if it does."""
+    if all(isinstance(t, torch.Tensor) and t.numel() <= _MOST_ASKED for t in tensors):
+        zeros = functools.partial(
+            map_tensors, lambda t: torch.zeros(torch.Tensor.size(t), dtype=t.dtype)
+        )
+        func(*map(zeros, args), **{name: zeros(value) for name, value in kwargs.items()})
+
+
+# Larger operands are not made to see what eager raises for them.
+_MOST_ASKED = 2**20
 
 
 def _wrap_result(func: Any, value: Any, meta: Any, trace: Trace | None, flow: Flow) -> Any:

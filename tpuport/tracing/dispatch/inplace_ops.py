@@ -29,13 +29,12 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
     else:
         _check_write(func, info, args, kwargs)
-    for target in targets:
-        if isinstance(target, torch.Tensor):
-            _refuse_overlap(func, target)
+    operands = flat(args, kwargs)
+    _refuse_targets(func, targets, operands, is_out=is_out)
     if func in RENAMED:
         positional = [a for a in func._schema.arguments if not a.kwarg_only]
         args = (*args, *(a.default_value for a in positional[len(args) :]))
-    flow = flow_of(flat(args, kwargs))
+    flow = flow_of(operands)
     if _counts(func, args):
         args[0]._bounds = (INT32[0], INT32[1] - 1)
     result = call(info.functional, args, kwargs)
@@ -47,6 +46,36 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         else:
             _write_one(target, new, flow)
     return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _refuse_targets(func: Any, targets: list[Any], operands: list[Any], *, is_out: bool) -> None:
+    """Refuse what eager refuses to write to."""
+    for target in targets:
+        if isinstance(target, torch.Tensor):
+            _refuse_overlap(func, target)
+    written = [target for target in flat(tuple(targets), {}) if isinstance(target, TracedTensor)]
+    if is_out and flow_of([*written, *operands]) is Flow.SEEN:
+        raise RuntimeError(
+            f"{func._opname}(): functions with out=... arguments don't support automatic"
+            " differentiation, but one of the arguments requires grad."
+        )
+    for target in written:
+        refuse_by_autograd(target, operands)
+
+
+def refuse_by_autograd(target: TracedTensor, operands: list[Any]) -> None:
+    """Refuse a write that autograd refuses: to a leaf, or to a view that it could not follow.
+
+    Raises:
+        RuntimeError: as in eager.
+    """
+    if flow_of([target, *operands]) is not Flow.SEEN:
+        return
+    if target._unwritable is not None:
+        raise RuntimeError(target._unwritable)
+    if target.requires_grad and (target._is_parameter or target._of_leaf):
+        what = "a leaf Variable" if target._is_parameter else "a view of a leaf Variable"
+        raise RuntimeError(f"{what} that requires grad is being used in an in-place operation.")
 
 
 def _counts(func: Any, args: tuple[Any, ...]) -> bool:

@@ -185,12 +185,26 @@ def _index(given: dict[str, Any]) -> Iterator[Failure]:
         if item is None:
             dim += 1
         elif item.dtype in (torch.bool, torch.uint8):
+            _refuse_mask(source, dim, item)
             dim += item.dim()
         else:
             # `dynamic_shapes` checks those into a dim whose size depends on data.
             if dim not in extents_of(source):
                 yield from _outside(item, _size(source, dim), IndexError, from_end=True)
             dim += 1
+
+
+def _refuse_mask(source: Any, dim: int, mask: Any) -> None:
+    """Refuse a mask of other sizes than the dims that it selects from, as eager does."""
+    if extents_of(source) or extents_of(mask):
+        return
+    sizes, masked = torch.Tensor.size(source), torch.Tensor.size(mask)
+    wrong = [d for d, n in enumerate(masked) if dim + d < len(sizes) and n != sizes[dim + d]]
+    if wrong:
+        raise IndexError(
+            f"The shape of the mask {list(masked)} at index {wrong[0]} does not match the shape of"
+            f" the indexed tensor {list(sizes)} at index {dim + wrong[0]}"
+        )
 
 
 @_rule("kthvalue")

@@ -31,6 +31,13 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
             return view_of(base, ViewStep(lambda v: v, lambda b, new: new), meta)
         return view_of(base, steps, meta, detach=detach)
     views = [view_of(base, s, m) for s, m in zip(steps, meta, strict=True)]
+    name = "".join(part.title() for part in func._opname.split("_"))
+    for index, view in enumerate(views):
+        view._unwritable = view._unwritable or (
+            f"Output {index} of {name}Backward0 is a view and is being modified inplace. This view"
+            " is the output of a function that returns multiple views. Such functions do not allow"
+            " the output views to be modified inplace."
+        )
     return type(meta)(views) if isinstance(meta, tuple) else views
 
 

@@ -30,6 +30,7 @@ from tpuport.tracing.dynamic_shapes.selection import (
     traced_mask,
     true_count,
 )
+from tpuport.tracing.lowerings._numeric import replaced
 
 aten = torch.ops.aten
 
@@ -109,9 +110,7 @@ def _put_rows(
     where = (slice(None),) * first + tuple(moved)
     new = value_of(values).astype(array.dtype)
     updated = (
-        array.at[where].add(new, mode="drop")
-        if accumulate
-        else array.at[where].set(new, mode="drop")
+        array.at[where].add(new, mode="drop") if accumulate else replaced(array, where, new, "drop")
     )
     made = wrap_as(
         aten.index_put.default, updated, meta_of(plain), current(), flow_of([target, values])

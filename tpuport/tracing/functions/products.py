@@ -109,7 +109,11 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     # If the operands have one dtype so has the result, and jax computes its shape: torch, which is
     # slow, is not asked.
     meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
-    return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
+    try:
+        return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
+    except ValueError:
+        torch.einsum(equation, *_metas(operands))  # raises what eager does, of another class
+        raise
 
 
 @function(torch.nn.functional.scaled_dot_product_attention, _NN.scaled_dot_product_attention)

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Number = bool | int | float | complex
 
@@ -90,6 +91,19 @@ def value_and_gradient(value: jax.Array, source: jax.Array) -> jax.Array:
 @value_and_gradient.defjvp
 def _value_and_gradient_jvp(primals: Any, tangents: Any) -> Any:
     return primals[0], tangents[1]
+
+
+def replaced(x: jax.Array, where: Any, new: jax.Array, mode: str | None = None) -> jax.Array:
+    """Return `x` with `new` at places; `mode` is that of jax's `.at[...].set`.
+
+    Of several values for one place each gets the gradient of that place, as in torch; in jax only
+    the one that is kept.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x.at[where].set(new, mode=mode)
+    value = lax.stop_gradient(x).at[where].set(lax.stop_gradient(new), mode=mode)
+    kept = jnp.ones(x.shape, bool).at[where].set(False, mode=mode)
+    return value_and_gradient(value, jnp.where(kept, x, 0).at[where].add(new, mode=mode))
 
 
 def absolute(x: jax.Array) -> jax.Array:

@@ -42,9 +42,11 @@ def cast(x: jax.Array, dtype: Any) -> jax.Array:
     if x.dtype == jnp.bool_ and jnp.issubdtype(dtype, jnp.floating):
         # XLA makes a choice of a product with a converted mask, and 0 * nan is no choice.
         return jax.lax.select(x, jnp.ones(x.shape, dtype), jnp.zeros(x.shape, dtype))
-    if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize < 4 and dtype.kind in "iu":
-        # torch goes through a 32-bit integer and wraps around; XLA would saturate.
-        x = x.astype(jnp.int32)
+    if jnp.issubdtype(x.dtype, jnp.floating) and dtype.itemsize <= 4 and dtype.kind in "iu":
+        # What no int32 holds becomes the least of them, as on a CPU; a narrower type wraps around.
+        # XLA would saturate.
+        fits = (x >= -(2.0**31)) & (x < 2.0**31)
+        x = jnp.where(fits, x.astype(jnp.int32), jnp.iinfo(jnp.int32).min)
     made = x.astype(dtype)
     if dtype == jnp.int64 and jnp.issubdtype(x.dtype, jnp.floating):
         # What no int64 holds becomes the least of them, as on a CPU; XLA would saturate.

@@ -248,56 +248,11 @@ def _clamp_max(x: jax.Array, max: Any) -> jax.Array:
     return _clamp(x, None, max)
 
 
-@lowering(
-    aten.hardtanh.default, reason="jnp.clip halves the gradient at a bound; torch's is zero there"
-)
-def _hardtanh(x: jax.Array, min_val: float = -1, max_val: float = 1) -> jax.Array:
-    low, high = jnp.asarray(min_val, x.dtype), jnp.asarray(max_val, x.dtype)
-    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
-
-
 _AT_ZERO = "torchax's gradient is nan at zero"
 _AT_TIES = "torchax's gradient of equal operands goes to the second"
-_AT_BOUNDS = "torchax halves the gradient at a bound, or passes it"
 
 
-@lowering(aten.hardsigmoid.default, reason=_AT_BOUNDS)
-def _hardsigmoid(x: jax.Array) -> jax.Array:
-    wider = wide(x)
-    return jnp.where(wider <= -3, 0, jnp.where(wider >= 3, 1, (wider + 3) / 6))
-
-
-@lowering(aten.hardswish.default, reason=_AT_BOUNDS)
-def _hardswish(x: jax.Array) -> jax.Array:
-    wider = wide(x)
-    return jnp.where(wider <= -3, 0, jnp.where(wider >= 3, wider, wider * (wider + 3) / 6))
-
-
-@lowering(
-    aten.leaky_relu.default,
-    reason="torchax has gradient 1 at zero, torch the slope; bfloat16 rounding",
-)
-def _leaky_relu(x: jax.Array, negative_slope: float = 0.01) -> jax.Array:
-    wider = wide(x)
-    return jnp.where(wider > 0, wider, wider * negative_slope)
-
-
-# -- activations -----------------------------------------------------------------------------------
-
-
-@lowering(aten.gelu.default, reason=_ROUNDS)
-def _gelu(x: jax.Array, approximate: str = "none") -> jax.Array:
-    return jax.nn.gelu(wide(x), approximate=approximate == "tanh")
-
-
-@lowering(aten.silu.default, reason=_ROUNDS)
-def _silu(x: jax.Array) -> jax.Array:
-    return jax.nn.silu(wide(x))
-
-
-@lowering(aten.glu.default, reason=_ROUNDS)
-def _glu(x: jax.Array, dim: int = -1) -> jax.Array:
-    return jax.nn.glu(wide(x), dim)
+# -- logarithms and exponentials -------------------------------------------------------------------
 
 
 @lowering(aten._softmax.default, reason=_ROUNDS)
@@ -377,17 +332,17 @@ def _xlog1py(x: Any, y: Any) -> jax.Array:
 def _times_log(x: Any, y: Any, log: Callable[[jax.Array], jax.Array], pole: int) -> jax.Array:
     x, y = (wide(v) for v in _promoted(x, y))
 
-    @jax.custom_jvp
+    @jax.custom_vjp
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * log(y)))
 
-    @product.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        (x, y), (dx, dy) = primals, tangents
-        flat = (x == 0) & (y <= pole)
-        by_first = jnp.where(flat, 0, log(jnp.where(flat, 1, y)))
-        return product(x, y), dx * by_first + dy * (x / (y - pole))
+    def pulled_back(given: Any, cotangent: jax.Array) -> Any:
+        x, y = given
+        # Where no gradient comes back, torch's is 0, even if the logarithm is infinite.
+        by_first = jnp.where((x == 0) & (y <= pole), 0, product(cotangent, y))
+        return by_first, cotangent * (x / (y - pole))
 
+    product.defvjp(lambda x, y: (product(x, y), (x, y)), pulled_back)
     return product(x, y)
 
 
@@ -412,7 +367,7 @@ def _fmin(x: jax.Array, y: jax.Array) -> jax.Array:
 def _sign(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bool_:
         return x
-    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
+    return jnp.where((x == 0) | jnp.isnan(x), 0, jnp.sign(x)) if is_float(x) else jnp.sign(x)
 
 
 @lowering(aten.copysign.Tensor, aten.copysign.Scalar, reason="torchax's gradient at zero is not 0")

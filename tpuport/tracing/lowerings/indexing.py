@@ -15,7 +15,7 @@ from tpuport.tracing.core.lowering_registry import SAME, lowering, special
 from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
 from tpuport.tracing.core.view_steps import strided_step
-from tpuport.tracing.lowerings._numeric import lowest, value_and_gradient
+from tpuport.tracing.lowerings._numeric import lowest, replaced, value_and_gradient
 from tpuport.tracing.lowerings.basic import cast
 
 aten = torch.ops.aten
@@ -148,7 +148,7 @@ def _index_add(
 def _index_copy(x: jax.Array, dim: int, index: jax.Array, source: jax.Array) -> jax.Array:
     flat = x.reshape(x.shape or (1,))
     source = source.reshape(source.shape or (1,))
-    return flat.at[_at(index.reshape(-1), dim, flat.ndim)].set(source).reshape(x.shape)
+    return replaced(flat, _at(index.reshape(-1), dim, flat.ndim), source).reshape(x.shape)
 
 
 @lowering(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, reason=SAME)
@@ -163,8 +163,23 @@ def _put(x: jax.Array, index: jax.Array, source: jax.Array, accumulate: bool = F
     source = source.reshape(-1)
     if accumulate and x.dtype == jnp.bool_:
         return _put(x.astype(jnp.int32), index, source.astype(jnp.int32), True) != 0
-    place = x.reshape(-1).at[_wrapped(index.reshape(-1), x.size)]
-    return (place.add(source) if accumulate else place.set(source)).reshape(x.shape)
+    flat, where = x.reshape(-1), _wrapped(index.reshape(-1), x.size)
+    return (flat.at[where].add(source) if accumulate else replaced(flat, where, source)).reshape(
+        x.shape
+    )
+
+
+@lowering(
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    reason="of several values for one place jax gives one a gradient, torch all",
+)
+def _index_put(
+    x: jax.Array, indices: list[Any], values: jax.Array, accumulate: bool = False
+) -> jax.Array:
+    where = tuple(slice(None) if i is None else i for i in indices)
+    values = cast(values, x.dtype)
+    return x.at[where].add(values) if accumulate else replaced(x, where, values)
 
 
 # -- bags ------------------------------------------------------------------------------------------

@@ -140,11 +140,13 @@ def _resize(
 ) -> jax.Array:
     """Resize the last dims of [N, C, ...] to `size`, last dim first, as ATen does."""
     rank = len(size)
+    # ATen copies a dim that keeps its size, whatever the scale; the cubic kernel does not.
+    always = taps is not _cubic_taps
     is_bytes = x.dtype == jnp.uint8
     y = x if is_bytes else wide(x)
     for dim in reversed(range(rank)):
         axis = x.ndim - rank + dim
-        if x.shape[axis] == size[dim] and (align_corners or scales[dim] in (None, 1.0)):
+        if x.shape[axis] == size[dim] and (always or align_corners or scales[dim] in (None, 1.0)):
             continue
         made = taps(x.shape[axis], size[dim], align_corners, scales[dim])
         y = _resized_bytes(y, axis, made) if is_bytes else _resized(y, axis, made)
@@ -200,6 +202,8 @@ def _nearest(
 ) -> jax.Array:
     for dim, (out, scale) in enumerate(zip(size, scales, strict=True)):
         axis = x.ndim - len(size) + dim
+        if not offset and len(size) == 2 and out in (x.shape[axis], 2 * x.shape[axis]):
+            scale = None  # of images ATen copies or doubles such a dim, whatever the scale
         ratio = _ratio(x.shape[axis], out, False, scale)
         steps = np.arange(out, dtype=np.float32) + np.float32(offset)
         index = np.minimum((steps * ratio).astype(np.int32), x.shape[axis] - 1)

@@ -130,6 +130,11 @@ def _ctc_loss(
     if zero_infinity:
         # The caller replaces the infinite loss; only the gradient is changed here.
         loss = value_and_gradient(loss, jnp.where(jnp.isinf(loss), 0.0, loss))
+    else:
+        # An impossible target has a gradient of nan.
+        impossible = jnp.where(jnp.isinf(loss), jnp.nan, 0.0)
+        reached = jnp.sum(jnp.where(counted, logs, 0), (0, 2))
+        loss = value_and_gradient(loss, loss + impossible * reached)
     alphas = jnp.moveaxis(jnp.concatenate([start[None], later]), 0, 1)
     return loss, lax.stop_gradient(alphas)
 

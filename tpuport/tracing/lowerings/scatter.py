@@ -10,7 +10,13 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.tracing.core.lowering_registry import lowering
-from tpuport.tracing.lowerings._numeric import highest, is_float, lowest, value_and_gradient
+from tpuport.tracing.lowerings._numeric import (
+    highest,
+    is_float,
+    lowest,
+    replaced,
+    value_and_gradient,
+)
 from tpuport.tracing.lowerings.basic import cast
 
 aten = torch.ops.aten
@@ -62,7 +68,7 @@ def _scatter(
     shape = x.shape
     x, index, src = _at_least_1d(x, index, src)
     where = _grid(index, dim)
-    return x.at[where].set(_part(src, index, x.dtype)).reshape(shape)
+    return replaced(x, where, _part(src, index, x.dtype)).reshape(shape)
 
 
 @lowering(aten.scatter_add.default, reason="torchax takes no 0-d tensors")

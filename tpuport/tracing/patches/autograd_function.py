@@ -20,8 +20,16 @@ from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of, wrap
-from tpuport.tracing.core.values import flow_of, value_of
+from tpuport.tracing.core.tensor import (
+    Flow,
+    Storage,
+    TracedTensor,
+    differentiable,
+    meta_of,
+    wrap,
+)
+from tpuport.tracing.core.values import flow_of, value_of, write
+from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
 from tpuport.tracing.session.activate import active
@@ -34,7 +42,7 @@ class _Context:
         self.needs_input_grad = needs
         self.saved_tensors: tuple[Any, ...] = ()
         self.constant: set[int] = set()
-        self.is_dirty = False
+        self.dirty: tuple[Any, ...] = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
         self.saved_tensors = tensors
@@ -50,13 +58,7 @@ class _Context:
         self.constant = {id(tensor) for tensor in tensors}
 
     def mark_dirty(self, *tensors: Any) -> None:
-        self.is_dirty = bool(tensors)
-        if tensors and any(self.needs_input_grad):
-            raise port_error(
-                "a custom autograd function that writes its inputs in place",
-                code="TPU403",
-                remedy="return a new tensor from forward",
-            )
+        self.dirty = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
         del value
@@ -140,7 +142,9 @@ class _FunctionCall:
         self.residual_kinds: Any = None
         self._reached: list[bool] | None = None
         self.attach = jax.custom_vjp(lambda values, bound, outs, saved: outs)
-        self.attach.defvjp(self.fwd, self.bwd)
+        self.attach.defvjp(self.fwd, self.bwd, symbolic_zeros=True)
+        # Whether jax differentiates with respect to each tensor.
+        self.perturbed = [False] * len(self.tensors)
 
     def program_key(self) -> list[Any]:
         """Return what decides the backward, besides the values of tensors."""
@@ -154,13 +158,14 @@ class _FunctionCall:
         cls, tensors = self.cls, [a for a in args if isinstance(a, torch.Tensor)]
         needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         context, values = _Context(needs), [value_of(t) for t in tensors]
+        flow = flow_of(tensors)
         with torch.no_grad():
             if _has_setup(cls):
                 out = cls.forward(*args)
                 cls.setup_context(context, args, out)
             else:
                 out = cls.forward(context, *args)
-            if context.is_dirty:
+            if context.dirty and flow is Flow.STOPPED:
                 return out  # without a gradient it is the argument itself, as in eager
             leaves, self.spec = pytree.flatten(out)
             if any(extents_of(leaf) for leaf in leaves):
@@ -172,9 +177,13 @@ class _FunctionCall:
         made: list[torch.Tensor] = []
         for leaf, plain, value, meta in zip(leaves, outs, attached, self.metas, strict=True):
             constant = id(leaf) in context.constant or not differentiable(leaf.dtype)
-            flow = Flow.STOPPED if constant else flow_of(tensors)
+            own = Flow.STOPPED if constant else flow
             value = plain if constant else value
-            made.append(wrap(value, meta.dtype, trace=self.trace, flow=flow))
+            if any(leaf is one for one in context.dirty):
+                refuse_by_autograd(leaf, [])
+                made.append(write(leaf, value, flow=own))
+            else:
+                made.append(wrap(value, meta.dtype, trace=self.trace, flow=own))
         return pytree.unflatten(self.spec, made)
 
     def _save(self, context: _Context, tensors: list[Any], outs: list[Any]) -> list[jax.Array]:
@@ -188,7 +197,8 @@ class _FunctionCall:
         self.bound = BoundTensors(self.trace, [*roots, self.cls.forward, self.cls.backward])
         self.saved = [meta_of(leaf) for leaf in kept]
         self.saved_given = [self._given(leaf) for leaf in kept]
-        given = {id(tensor) for tensor in tensors}
+        dirty = {id(tensor) for tensor in context.dirty}
+        given = {id(tensor) for tensor in tensors} - dirty
         self.saved_seen = [id(leaf) in given and leaf.requires_grad for leaf in kept]
         position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
         self.saved_outputs = [position.get(id(leaf)) for leaf in kept]
@@ -207,6 +217,10 @@ class _FunctionCall:
 
     def fwd(self, values: Any, bound: Any, outs: Any, saved: Any) -> Any:
         """Return the outputs and the residuals."""
+        self.perturbed = [value.perturbed for value in values]
+        values, bound, outs, saved = jax.tree.map(
+            lambda leaf: leaf.value, (values, bound, outs, saved)
+        )
         # A second derivative goes through what the function got and what it returned.
         outs = self.attach(values, bound, outs, saved)
         pairs = itertools.zip_longest(saved, self.saved_outputs)
@@ -215,6 +229,7 @@ class _FunctionCall:
     def bwd(self, residuals: Any, cotangents: Any) -> Any:
         """Run the user's backward, in a program of its own: it may ask for derivatives itself."""
         given: list[Any] = []
+        cotangents = jax.tree.map(_instantiated, cotangents)
 
         def run(residuals: Any, cotangents: Any) -> Any:
             given[:] = self._pulled_back(residuals, cotangents)
@@ -242,6 +257,7 @@ class _FunctionCall:
             context = _Context(())
             context.__dict__.update(attributes)
             context.saved_tensors = saved_tensors
+            context.needs_input_grad = self._needs(context.needs_input_grad)
             grads = _backward(
                 self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
             )
@@ -251,7 +267,13 @@ class _FunctionCall:
             given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
             left = zip(self.bound.take_gradients(), bound, strict=True)
             given += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
-            return _conjugate(given)
+            return _conjugate(_spoiled(given, trace.error_code))
+
+    def _needs(self, seen: tuple[bool, ...]) -> tuple[bool, ...]:
+        """Return which arguments need a gradient: also those that jax alone differentiates."""
+        perturbed = iter(self.perturbed)
+        pairs = zip(seen, self.is_tensor, strict=True)
+        return tuple([(is_tensor and next(perturbed)) or need for need, is_tensor in pairs])
 
     def _resume_numbers(self, trace: Trace, numbers: list[Any]) -> None:
         """Let a backward draw random numbers of its own, and those of forward again."""
@@ -290,6 +312,7 @@ class _FunctionCall:
                     f" {list(meta.shape)}, which eager PyTorch refuses too",
                     code="TPU403",
                     remedy="return a gradient of the argument's shape",
+                    place=_end_of(self.cls.backward),
                 ) from error
         return value_of(grad).astype(backend.jax_dtype(meta.dtype))
 
@@ -306,6 +329,7 @@ class _FunctionCall:
                 f" (expected {count}, got {len(grads)}), which eager PyTorch refuses too",
                 code="TPU403",
                 remedy="return one gradient for each argument of forward, None where there is none",
+                place=_end_of(self.cls.backward),
             )
         return grads[:count]
 
@@ -328,6 +352,13 @@ class _FunctionCall:
                 found = [True] * (len(self.tensors) + len(self.bound.storages))
             self._reached = found
         return self._reached
+
+
+def _instantiated(cotangent: Any) -> jax.Array:
+    if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+        kind: Any = cotangent.aval
+        return jnp.zeros(kind.shape, kind.dtype)
+    return cotangent
 
 
 def _kind(value: Any) -> jax.ShapeDtypeStruct:
@@ -356,18 +387,42 @@ def apply_function(trace: Trace, cls: Any, args: tuple[Any, ...]) -> Any:
     return _FunctionCall(trace, cls, args).run(args)
 
 
+def _end_of(function: Any) -> str | None:
+    """Return the last line of a function as `file:line`, which returns its results."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return None
+    return f"{code.co_filename}:{max(line for *_, line in code.co_lines() if line)}"
+
+
+def _spoiled(gradients: list[Any], code: Storage | None) -> list[Any]:
+    """Return gradients that are nan where a check of the backward failed.
+
+    A backward can return nothing but gradients: there is no other way to tell the caller.
+    """
+    if code is None or not code.version:
+        return gradients
+    failed = code.value != 0
+    return [None if g is None else jnp.where(failed, jnp.nan, g) for g in gradients]
+
+
 @contextlib.contextmanager
 def _running(trace: Trace) -> Iterator[Trace]:
     """Enter a trace for a backward: the forward's, or a new one if that has already ended."""
     if not trace.closed:
-        # A check would be a value of the backward, which must not leave it.
-        failures, trace.error_code = trace.error_code, None
+        failures = trace.error_code
         try:
             with trace.recording():
+                trace.error_code = _no_failure(trace)
                 yield trace
         finally:
             trace.error_code = failures
         return
     later = Trace(None, TraceOptions(patches=trace.options.patches))
     with installed(later.options.patches), active(later):
+        later.error_code = _no_failure(later)
         yield later
+
+
+def _no_failure(trace: Trace) -> Storage:
+    return Storage(jnp.zeros((), jnp.int32), trace)

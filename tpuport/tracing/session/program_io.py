@@ -10,7 +10,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, flow_seen, meta_of
+from tpuport.tracing.core.tensor import SHOWN, Flow, Storage, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.state.module_state import state_tree
@@ -44,6 +44,32 @@ def program_leaves(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[An
     return values, metas
 
 
+def refuse_text(trace: Trace, result: pytree.TreeSpec, state: dict[str, Any]) -> None:
+    """Refuse text of a traced value that outlives the trace: each call has another.
+
+    Args:
+        trace: the trace.
+        result: the structure of the result.
+        state: the attributes of modules, by name.
+
+    Raises:
+        PortError: the result or an attribute holds such text.
+    """
+    if trace.recorder.text is None:
+        return
+    for name, value in [
+        *(("the result", value) for value in pytree.statics_of(result)),
+        *((f"the attribute {name!r}", value) for name, value in state.items()),
+    ]:
+        if isinstance(value, str) and any(str.__contains__(value, s) for s in (SHOWN, "<traced ")):
+            raise port_error(
+                f"{name} holds the text of a tensor or number that depends on the program's inputs",
+                code="TPU311",
+                remedy="return the value itself, and make the text after the call",
+                place=trace.recorder.text,
+            )
+
+
 def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
     """Make a traced tensor for a tensor of the model's state, with the attributes set on that."""
     flow = flow_seen(tensor.requires_grad)
@@ -73,7 +99,7 @@ def traced_arguments(
         else:
             flow = Flow.SEEN if meta.requires_grad else Flow.HIDDEN
             argument = TracedTensor(Storage(value, trace), (), meta, value, flow)
-            argument._is_leaf = argument._is_given = True
+            argument._is_leaf, argument._is_given = meta.is_leaf, True
             if meta.requires_grad:
                 trace.add_leaf(argument)
             made.append(argument)

@@ -46,6 +46,7 @@ from tpuport.tracing.session.output_aliases import memory_of, output_aliases, re
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
+    refuse_text,
     state_tensor,
     traced_arguments,
 )
@@ -251,7 +252,7 @@ class Tracer:
         values = request.values
         tree = state_tree(module, objects=True) if module is not None else None
         named, memory = ({}, {}) if tree is None else (tree.modules, memory_of(tree))
-        trace.own_modules = {number: fqn for fqn, number in named.items()}
+        trace.own_modules = {number: fqn for fqn, (number, _) in named.items()}
         if request.on_module is not None:
             request.on_module(module)
         args, kwargs, made, containers = traced_arguments(trace, request, self.plan.host_args)
@@ -277,6 +278,7 @@ class Tracer:
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
         )
+        refuse_text(trace, outcome.out_spec, {} if after is None else after.values)
         outcome.argument_changes = watch.changes()
         outputs = pytree.flatten(result, leaf=program_leaf)[0]
         if outcome.argument_changes is not None:

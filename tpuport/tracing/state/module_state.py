@@ -35,7 +35,7 @@ class StateTree:
     owners: dict[str, tuple[str, str]]
     values: dict[str, Any]
     registered: set[str]
-    modules: dict[str, int]
+    modules: dict[str, tuple[int, type]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -105,7 +105,7 @@ def _take_apart(
     owners, values, statics = tree.owners, tree.values, tree.statics
     modules = named_owners(module)
     for fqn, owner in modules:
-        tree.modules[fqn] = id(owner)
+        tree.modules[fqn] = (id(owner), type(owner))
         if (hooks := hooks_of(owner)) is not None:
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
