@@ -63,6 +63,32 @@ def while_loop(
         operands = body(*operands)
 
 
+def for_each(
+    rows: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    written: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """Run `for row in rows: operands = body(row, *operands)`.
+
+    Args:
+        rows: What the loop goes over. The number of a traced tensor's rows may depend on data.
+        body: Function called with each row and the loop's carried values; returns these as a tuple.
+        operands: The carried values at the start.
+        written: Other objects that the body writes to.
+
+    Returns:
+        The carried values at the end.
+    """
+    if getattr(rows, "is_traced", False) is True:
+        from tpuport.tracing.control_flow.for_rows import traced_for
+
+        return traced_for(rows, body, operands, written)
+    for row in rows:
+        operands = body(row, *operands)
+    return operands
+
+
 def check(test: Any, make_error: Callable[[], Any]) -> None:
     """Run `if test: raise make_error()`.
 

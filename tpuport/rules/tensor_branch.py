@@ -337,18 +337,24 @@ class _BranchFix:
         layout, expressions = self.layout, Expressions(self.context)
         sides = self._sides()
         blocks = [[s for block in side for s in block.statements] for side in sides]
-        lift = Lift(self.node, blocks, self.context, ends=self.ends, after=self.after)
-        if not self.ends and not lift.outputs:
+        lift = Lift(
+            *(self.node, blocks, self.context),
+            ends=self.ends,
+            after=self.after,
+            writes=self.context.is_live,
+        )
+        if not self.ends and not lift.outputs and not lift.written:
             raise NotFixable("neither side binds a name that is read later")
         result = ", ".join(lift.outputs)
-        last = None if self.ends else layout.line(f"return {result}", layout.inner)
+        last = layout.line(f"return {result}", layout.inner) if result else None
         names = [self.module.fresh_name(self.node, name) for name in ("if_true", "if_false")]
         functions = [
             layout.function(name, lift.operands, *(block.at(layout.inner) for block in side), last)
             for name, side in zip(names, sides, strict=True)
         ]
         arguments = [expressions.truth(self.node.test), *names, *lift.operands_argument()]
-        call = layout.call("return " if self.ends else f"{result} = ", f"{OPS}.cond", arguments)
+        bound = f"{result} = " if result else ""
+        call = layout.call("return " if self.ends else bound, f"{OPS}.cond", arguments)
         return layout.edit([*functions, call], expressions, gap=True)
 
     def _sides(self) -> tuple[list[StatementBlock], list[StatementBlock]]:
