@@ -195,6 +195,67 @@ def test_values_and_gradients(scenario):
     check_gradients(scenario, by_tpuport)
 
 
+def _host_tensors(x: torch.Tensor) -> Any:
+    """What rounds write depends on no input, and has a view."""
+    out, seen = torch.zeros(5, DIM), torch.zeros(DIM)
+    view = out.view(-1)
+    for index in x.argmax(1).unique():
+        rows = torch.where(x.argmax(1) == index)[0]
+        out.index_add_(0, rows, x[rows] * 2)
+        seen[index] += 1
+    return out, view, seen
+
+
+def _on_one_side(x: torch.Tensor) -> Any:
+    """Branches that write to a part of a host tensor, to a view, and at a traced place."""
+    out, y = torch.zeros(5, DIM), x.clone()
+    row = y[0]
+    if x.sum() > 0:
+        out[0] += 1
+    if x[0].sum() > 0:
+        row.add_(1)
+        if x.mean() > 0.2:
+            row[0] = 7
+    else:
+        y.view(-1)[1] = 5
+    place = x[:, 0].argmax().item()
+    if place > 0:
+        out[place] = x[place]
+        out[:place] += 1
+    return out, y, row, x * out[0]
+
+
+def _by_functions(x: torch.Tensor) -> Any:
+    """The write is in a function, so the line of the branch does not show it."""
+
+    def write(to: torch.Tensor, value: torch.Tensor) -> None:
+        to[:] = value
+
+    out = torch.zeros(DIM)
+    if x.sum() > 0:
+        write(out, x[0])
+        y = x
+    else:
+        y = x * 2
+    return out, y
+
+
+def _rows_of_a_host_tensor(x: torch.Tensor) -> Any:
+    out = torch.zeros(5, DIM)
+    for column in range(2):
+        rows = torch.where(x[:, column] > 0)[0]
+        out.index_add_(0, rows, x[rows])
+    return out
+
+
+WRITES = [_host_tensors, _on_one_side, _by_functions, _rows_of_a_host_tensor]
+
+
+@pytest.mark.parametrize("function", WRITES)
+def test_writes_to_host_tensors_and_views(function):
+    check_calls(Scenario(function.__name__, lambda: function, CALLS), by_tpuport)
+
+
 def test_an_expert_that_nobody_chose_is_not_trained():
     """Its gradient is None in eager: no decay and no momentum, whichever expert that is."""
     torch.manual_seed(0)
@@ -265,6 +326,18 @@ def _writes_rows(x: torch.Tensor) -> Any:
     return total + hit.sum()
 
 
+def _bump(to: torch.Tensor) -> int:
+    to.add_(1)
+    return 1
+
+
+def _hidden_write(x: torch.Tensor) -> Any:
+    seen = torch.zeros(2)
+    for index in x.argmax(1).unique():
+        x = x + index * _bump(seen)
+    return x, seen
+
+
 def _many(x: torch.Tensor) -> Any:
     total = x.new_zeros(())
     for value in x[x > 0]:
@@ -277,6 +350,7 @@ REFUSED = [
     (_breaks, SPREAD, "a loop over rows whose number depends on data", "for row in"),
     (_counts, SPREAD, "changes more than the values of tensors", "for row in"),
     (_writes_rows, SPREAD, "writes to a row", "for index in"),
+    (_hidden_write, SPREAD, "writes to a tensor that was made before it", ""),
     (_many, torch.randn(30, 30), "at most 900", "for value in"),
 ]
 
@@ -285,5 +359,5 @@ REFUSED = [
 def test_refused(function, x, message, line):
     with pytest.raises(PortError, match=message) as caught:
         tpuport.convert(function, verify=False)(x)
-    assert caught.value.code == "TPU203"
+    assert caught.value.code == ("TPU101" if function is _hidden_write else "TPU203")
     assert (caught.value.source_line or "").startswith(line)

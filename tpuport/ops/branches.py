@@ -13,6 +13,7 @@ def cond(
     then: Callable[..., Any],
     orelse: Callable[..., Any],
     operands: tuple[Any, ...] = (),
+    written: tuple[Any, ...] = (),
 ) -> Any:
     """Return `then(*operands) if test else orelse(*operands)`.
 
@@ -21,6 +22,7 @@ def cond(
         then: Function called with the operands if the test is true.
         orelse: Function called with the operands if the test is false.
         operands: The variables that a branch may change.
+        written: Other objects that a branch writes to.
 
     Returns:
         The result of the branch that is taken. Under a traced test both branches are traced and
@@ -28,11 +30,12 @@ def cond(
     """
     if is_traced(test):
         if is_plain(test):
-            from tpuport.ops.torchax.control_flow import traced_cond
-        else:
-            from tpuport.tracing.control_flow.cond import traced_cond
+            from tpuport.ops.torchax.control_flow import traced_cond as plain_cond
 
-        return traced_cond(test, then, orelse, operands)
+            return plain_cond(test, then, orelse, operands)
+        from tpuport.tracing.control_flow.cond import traced_cond
+
+        return traced_cond(test, then, orelse, operands, written)
     return then(*operands) if test else orelse(*operands)
 
 

@@ -26,13 +26,12 @@ class Lift:
         after: The names read after the blocks; by default those live after `node`.
         effects: Whether the blocks still run exactly when they did, which makes effects safe.
         given: Names that are parameters of the functions anyway.
-        writes: Whether a block may write to the object of a name, as `x[i] += y` does. The name
-            becomes an operand, so that a trace sees what was written.
+        writes: Whether a block may write to the object of a name, as `x[i] += y` does.
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
         operands: Names whose earlier value a block needs, which become its parameters.
-        written: Names of objects that a block writes to.
+        written: Names of other objects that a block writes to.
 
     Raises:
         NotFixable: a block would behave differently in a function.
@@ -61,13 +60,15 @@ class Lift:
         self._check_names()
         self.operands = self._operands(given)
         self.written = self._written() if writes else []
-        self.operands += [name for name in self.written if name not in self.operands]
         for block in [] if effects else blocks:
             refuse_effects(block, context, entering=self.operands, written=self.written)
 
-    def operands_argument(self) -> list[str]:
-        """Return the operands as a last argument; an empty list if there are none."""
-        return [as_tuple(self.operands)] if self.operands else []
+    def last_arguments(self) -> list[str]:
+        """Return the operands and the written objects as arguments, without those at the end that
+        are empty.
+        """
+        found = [as_tuple(self.operands)] if self.operands or self.written else []
+        return [*found, as_tuple(self.written)] if self.written else found
 
     def _written(self) -> list[str]:
         """Return the names of objects from before the blocks that these write to."""

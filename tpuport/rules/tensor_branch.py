@@ -352,7 +352,7 @@ class _BranchFix:
             layout.function(name, lift.operands, *(block.at(layout.inner) for block in side), last)
             for name, side in zip(names, sides, strict=True)
         ]
-        arguments = [expressions.truth(self.node.test), *names, *lift.operands_argument()]
+        arguments = [expressions.truth(self.node.test), *names, *lift.last_arguments()]
         bound = f"{result} = " if result else ""
         call = layout.call("return " if self.ends else bound, f"{OPS}.cond", arguments)
         return layout.edit([*functions, call], expressions, gap=True)
