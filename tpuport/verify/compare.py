@@ -23,7 +23,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass
-class Check:
+class Comparison:
     """One comparison of a stage.
 
     Attributes:
@@ -73,7 +73,7 @@ class Stage:
     """The checks of one stage."""
 
     name: str
-    checks: Sequence[Check]
+    checks: Sequence[Comparison]
 
     @property
     def passed(self) -> bool:
@@ -113,18 +113,18 @@ class Recording:
 
 def interface(eager: Recording, ported: Recording) -> Stage:
     """Compare optimizers, their parameters, and the values that these start with."""
-    starts = Check("values at the start")
+    starts = Comparison("values at the start")
     _each(starts, eager, ported, "start", lambda a, b, _: _relative(a, b))
     return Stage("interface", [_form(eager.record, ported.record), starts])
 
 
 def numbers(eager: Recording, ported: Recording, limit: float) -> Stage:
     """Compare losses and gradients of the first step."""
-    check = Check("gradients of step 1", limit=limit)
+    check = Comparison("gradients of step 1", limit=limit)
     sizes = (float(t.abs().max()) for t in eager.part("gradient").values() if t.numel())
     at_least = max(sizes, default=0.0) * _NO_GRADIENT / limit if limit else 0.0
     _each(check, eager, ported, "gradient", lambda a, b, _: _relative(a, b, at_least))
-    losses = Check("losses of step 1", limit=limit)
+    losses = Comparison("losses of step 1", limit=limit)
     _add_losses(losses, eager.losses[:1], ported.losses[:1])
     return Stage("numbers", [losses, check])
 
@@ -142,17 +142,17 @@ def behaviour(
 
 
 def _differences(
-    eager: Recording, other: Recording, limit: float, known: dict[str, Check]
-) -> dict[str, Check]:
+    eager: Recording, other: Recording, limit: float, known: dict[str, Comparison]
+) -> dict[str, Comparison]:
     """Return what differs by kind; `known` are differences that rounding makes."""
 
-    def check(what: str) -> Check:
+    def check(what: str) -> Comparison:
         errors = known[what].errors if what in known else {}
         allowed = {name: _ROUNDING * error for name, error in errors.items()}
-        made = found[what] = Check(what, limit=limit, allowed=allowed)
+        made = found[what] = Comparison(what, limit=limit, allowed=allowed)
         return made
 
-    found: dict[str, Check] = {}
+    found: dict[str, Comparison] = {}
     _add_losses(check("losses of all steps"), eager.losses, other.losses)
     starts = eager.part("start")
     ends = check("parameters at the end")
@@ -166,8 +166,8 @@ def _differences(
     return found
 
 
-def _form(eager: dict[str, Any], ported: dict[str, Any]) -> Check:
-    check = Check("optimizers, parameters")
+def _form(eager: dict[str, Any], ported: dict[str, Any]) -> Comparison:
+    check = Comparison("optimizers, parameters")
     both = itertools.zip_longest(eager["optimizers"], ported["optimizers"])
     for index, (mine, other) in enumerate(both):
         check.count += len((mine or other)["parameters"])
@@ -193,7 +193,7 @@ def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> Iterable[str]:
 
 
 def _each(
-    check: Check,
+    check: Comparison,
     eager: Recording,
     ported: Recording,
     kind: str,
@@ -211,7 +211,7 @@ def _each(
             check.add(_name(name), error(mine[name], other[name], name))
 
 
-def _add_losses(check: Check, eager: list[list[float]], ported: list[list[float]]) -> None:
+def _add_losses(check: Comparison, eager: list[list[float]], ported: list[list[float]]) -> None:
     if list(map(len, eager)) != list(map(len, ported)):
         counts = [sum(map(len, side)) for side in (eager, ported)]
         check.problems.append(
@@ -253,7 +253,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def shown_problems(check: Check) -> list[str]:
+def shown_problems(check: Comparison) -> list[str]:
     """Return the first problems of a check, and how many more there are."""
     rest = len(check.problems) - _MOST_NAMED
     return [*check.problems[:_MOST_NAMED], *([f"and {rest} more"] if rest > 0 else [])]

@@ -43,7 +43,7 @@ class VerifiedScript:
 
 
 @dataclass(frozen=True)
-class Run:
+class FinishedRun:
     """One run: where its recordings, its output and its files are, and how it ended."""
 
     folder: Path
@@ -73,7 +73,7 @@ def prepare(out: Path, script: Path) -> None:
     (out / RESULT).write_text("{}")
 
 
-def run(what: VerifiedScript, side: str, out: Path) -> Run:
+def run(what: VerifiedScript, side: str, out: Path) -> FinishedRun:
     """Run the script and gather what it recorded and wrote.
 
     New files below the current folder and the script's are moved away, so that the second run
@@ -103,7 +103,7 @@ def run(what: VerifiedScript, side: str, out: Path) -> Run:
     for made in sorted(_folders(roots, out.resolve()) - folders, reverse=True):
         if not any(made.iterdir()):
             made.rmdir()
-    return Run(folder, done.returncode, overwritten)
+    return FinishedRun(folder, done.returncode, overwritten)
 
 
 def _command(what: VerifiedScript, side: str, script: Path) -> list[str]:

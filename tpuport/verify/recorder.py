@@ -31,7 +31,7 @@ class EnoughSteps(BaseException):
     """The script has made the steps that were asked for."""
 
 
-class Recorder:
+class StepRecorder:
     """What a script has computed so far.
 
     Args:
@@ -189,7 +189,7 @@ def record() -> None:
     random.seed(settings["seed"])
     np.random.seed(settings["seed"])
     torch.manual_seed(settings["seed"])
-    recorder = Recorder(
+    recorder = StepRecorder(
         Path(settings["folder"]), settings["steps"], disturbed=settings["disturbed"]
     )
     recorder.install()

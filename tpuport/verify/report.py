@@ -26,7 +26,7 @@ from tpuport.verify.processes import (
     EAGER,
     PORTED,
     RESULT,
-    Run,
+    FinishedRun,
     VerifiedScript,
     prepare,
     run,
@@ -144,7 +144,7 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
 
 
 def _compared(
-    what: VerifiedScript, eager: Run, ported: Run, out: Path, limits: Limits
+    what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path, limits: Limits
 ) -> list[Stage]:
     """Return the stages, as far as the interface lets them be compared."""
     mine, other = Recording(eager.folder), Recording(ported.folder)
@@ -159,7 +159,7 @@ def _compared(
     return stages
 
 
-def _notes(eager: Run, what: VerifiedScript, stages: Sequence[Stage]) -> list[str]:
+def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) -> list[str]:
     notes = []
     if any(check.is_rounding for stage in stages for check in stage.checks):
         notes.append(
