@@ -218,7 +218,7 @@ def _on_one_side(x: torch.Tensor) -> Any:
             row[0] = 7
     else:
         y.view(-1)[1] = 5
-    place = x[:, 0].argmax().item()
+    place: Any = x[:, 0].argmax().item()
     if place > 0:
         out[place] = x[place]
         out[:place] += 1
