@@ -32,7 +32,8 @@ class TensorBranch(Rule):
     stay. One thing differs: reading a variable that was never bound raises `NameError`, no longer
     its subclass `UnboundLocalError`. There is no fix where a side writes to an object that others
     see, where a name is bound on one side only and read later, or where control leaves the branch
-    by `break`, `yield` or a `return` on some paths only.
+    by `break`, `yield` or a `return` on some paths only. `convert` also takes sides that write to
+    the tensor of a name (`y[rows] += z`, `y.add_(z)`): its trace carries such writes out.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
