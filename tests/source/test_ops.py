@@ -58,6 +58,13 @@ def test_while_loop_asks_before_each_round():
     assert ops.while_loop(lambda i, j: False, never, (7, 8)) == (7, 8)
 
 
+def test_for_each_carries_values_from_row_to_row():
+    rows = torch.tensor([[1, 2], [3, 4]])
+    (total,) = ops.for_each(rows, lambda row, total: (total * 2 + row.sum(),), (torch.tensor(0),))
+    assert total == 13
+    assert ops.for_each([], never, (7,), (8,)) == (7,)
+
+
 def test_check_makes_the_error_only_if_it_raises_it():
     ops.check(FALSE, never)
     with pytest.raises(ValueError, match="bad"):
@@ -165,20 +172,24 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
         return call
 
-    for name in ("traced_cond", "traced_while", "traced_check", "traced_number"):
+    for name in ("traced_cond", "traced_while", "traced_for", "traced_check", "traced_number"):
         setattr(module, name, stand_in(name))
-    for name in ("tpuport.tracing.control_flow.cond", "tpuport.tracing.control_flow.while_loop"):
-        monkeypatch.setitem(sys.modules, name, module)
+    for name in ("cond", "while_loop", "for_rows"):
+        monkeypatch.setitem(sys.modules, f"tpuport.tracing.control_flow.{name}", module)
     return calls
 
 
 def test_a_traced_test_goes_to_the_tracer(handed: list[tuple[Any, ...]]):
     test = Traced()
     ops.cond(test, never, never, (1,))
+    ops.cond(test, never, never, (1,), (2,))
     ops.while_loop(lambda i: test, never, (2,))
+    ops.for_each(test, never, (3,), (4,))
     assert handed == [
-        ("traced_cond", test, never, never, (1,)),
-        ("traced_while", handed[1][1], never, (2,)),
+        ("traced_cond", test, never, never, (1,), ()),
+        ("traced_cond", test, never, never, (1,), (2,)),
+        ("traced_while", handed[2][1], never, (2,)),
+        ("traced_for", test, never, (3,), (4,)),
     ]
 
 
@@ -247,7 +258,7 @@ def test_a_traced_first_whose_value_counts_selects(handed: list[tuple[Any, ...]]
     first = Traced()
     ops.first_falsy(first, lambda: 5)
     ops.first_truthy(first, lambda: 5)
-    (_, test, then, orelse, _), (_, _, then_or, orelse_or, _) = handed
+    (_, test, then, orelse, *_), (_, _, then_or, orelse_or, *_) = handed
     assert test is first
     assert (then(), orelse()) == (5, first)
     assert (then_or(), orelse_or()) == (first, 5)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpuport.cli import compile, doctor, lint, rewrite, rules, run, warmup
+from tpuport.cli import compile, doctor, lint, rewrite, rules, run, verify, warmup
 from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes
 from tpuport.foundation.version import __version__
 
@@ -50,6 +50,7 @@ app.command()(rules.rules)
 app.command()(rules.explain)
 # Everything after the script's name belongs to the script, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
+app.command()(verify.verify)
 app.command()(warmup.warmup)
 app.command("compile")(compile.compile_)
 app.command()(doctor.doctor)

@@ -14,6 +14,7 @@ def cond(
     then: Callable[..., Any],
     orelse: Callable[..., Any],
     operands: tuple[Any, ...] = (),
+    written: tuple[Any, ...] = (),
 ) -> Any:
     """Return `then(*operands) if test else orelse(*operands)`.
 
@@ -22,6 +23,7 @@ def cond(
         then: Function called with the operands if the test is true.
         orelse: Function called with the operands if the test is false.
         operands: The variables that a branch may change.
+        written: Other objects that a branch writes to.
 
     Returns:
         The result of the branch that is taken. Under a traced test both branches are traced and
@@ -29,11 +31,12 @@ def cond(
     """
     if is_traced(test):
         if is_plain(test):
-            from tpuport.ops.torchax.control_flow import traced_cond
-        else:
-            from tpuport.tracing.control_flow.cond import traced_cond
+            from tpuport.ops.torchax.control_flow import traced_cond as plain_cond
 
-        return traced_cond(test, then, orelse, operands)
+            return plain_cond(test, then, orelse, operands)
+        from tpuport.tracing.control_flow.cond import traced_cond
+
+        return traced_cond(test, then, orelse, operands, written)
     return then(*operands) if test else orelse(*operands)
 
 
@@ -62,6 +65,32 @@ def while_loop(
         if not again:
             return operands
         operands = body(*operands)
+
+
+def for_each(
+    rows: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    written: tuple[Any, ...] = (),
+) -> tuple[Any, ...]:
+    """Run `for row in rows: operands = body(row, *operands)`.
+
+    Args:
+        rows: What the loop goes over. The number of a traced tensor's rows may depend on data.
+        body: Function called with each row and the loop's carried values; returns these as a tuple.
+        operands: The carried values at the start.
+        written: Other objects that the body writes to.
+
+    Returns:
+        The carried values at the end.
+    """
+    if getattr(rows, "is_traced", False) is True:
+        from tpuport.tracing.control_flow.for_rows import traced_for
+
+        return traced_for(rows, body, operands, written)
+    for row in rows:
+        operands = body(row, *operands)
+    return operands
 
 
 def check(test: Any, make_error: Callable[[], Any]) -> None:

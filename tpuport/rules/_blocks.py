@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tpuport.rules._expressions import Expressions, super_edits
 from tpuport.source.rewrite.finding import NotFixable
-from tpuport.source.rewrite.matching import Context
+from tpuport.source.rewrite.matching import Context, head
 from tpuport.source.syntax.module import is_elif
 from tpuport.source.syntax.text import Edit, Passage
 
@@ -43,22 +43,27 @@ class StatementBlock:
 
 
 class Layout:
-    """The text of an `if` or `while` and of what follows it, cut into blocks.
+    """The text of an `if` or a loop and of what follows it, cut into blocks.
 
     Args:
         node: The statement.
         context: The file and what is inferred about it.
+
+    Attributes:
+        dropped: Statements to leave out of the blocks.
+        replaced: Statements of the body, with the text to put there.
     """
 
-    def __init__(self, node: ast.If | ast.While, context: Context) -> None:
+    def __init__(self, node: ast.If | ast.While | ast.For, context: Context) -> None:
         self.node, self.context, self.module = node, context, context.module
         self.text = context.module.text
         self.indent = self.text.indentation(node.lineno)
         self.unit = context.module.indent
         self.origin = context.module.origin(node)
-        self.colon = self.module.token_after(self.module.span(node.test)[1], ":")
+        self.colon = self.module.token_after(self.module.span(head(node))[1], ":")
         self.last_line = node.end_lineno or node.lineno
         self.dropped: set[ast.stmt] = set()
+        self.replaced: dict[ast.stmt, str] = {}
         self.kept: list[tuple[int, int]] = []
 
     @property
@@ -136,6 +141,9 @@ class Layout:
                 if i + 1 < len(statements) and statements[i + 1].lineno == statement.end_lineno:
                     end = self.module.start(statements[i + 1])
                 removed.append(Edit(start, end, Passage.of("", self.module.origin(statement))))
+        for statement, text in self.replaced.items():
+            made = Passage.of(text, self.module.origin(statement))
+            removed.append(Edit(*self.module.span(statement), made))
         return [*removed, *(super_edits(statements, self.context) if nested else [])]
 
     def _has_elif(self) -> bool:

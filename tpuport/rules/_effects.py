@@ -70,7 +70,11 @@ _NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zer
 
 
 def refuse_effects(
-    code: Sequence[ast.AST], context: Context, *, entering: Iterable[str] = ()
+    code: Sequence[ast.AST],
+    context: Context,
+    *,
+    entering: Iterable[str] = (),
+    written: Iterable[str] = (),
 ) -> None:
     """Raise unless code only computes values and binds names.
 
@@ -78,18 +82,42 @@ def refuse_effects(
         code: Statements or expressions that would move into a nested function.
         context: The file and what is inferred about it.
         entering: Names whose earlier value the code may use.
+        written: Names whose objects the code may write to.
 
     Raises:
         NotFixable: the code writes to an object that other code may see, or suspends the function.
     """
-    fresh = fresh_names(code) - set(entering)
+    fresh, allowed = fresh_names(code) - set(entering), set(written)
     for node in walk_scope(code):
-        effect = _effect(node, fresh)
+        is_allowed = not allowed.isdisjoint(written_names(node))
+        effect = None if is_allowed else _effect(node, fresh)
         if effect is not None:
             line = context.module.origin(node)
             raise NotFixable(
                 f"line {line} {effect}, which would happen on both sides of the branch"
             )
+
+
+def written_names(node: ast.AST) -> list[str]:
+    """Return the names whose objects a node writes to: `x` of `x[i] += y` and of `x.add_(y)`.
+
+    None of a node that does anything else, such as `x.append(y)`. Of a call of `tpuport.ops` they
+    are its operands, which its functions may write to.
+    """
+    match node:
+        case ast.Subscript(ctx=ast.Store(), value=ast.Name(id=name)):
+            return [name]
+        case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name))):
+            return [name]
+        case ast.Call(args=[*_, ast.Tuple(elts=operands)]) if is_ops_call(node):
+            return [part.id for part in operands if isinstance(part, ast.Name)]
+        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr), keywords=keywords):
+            plain = is_in_place(attr, but=MUTATORS) and all(k.arg != "out" for k in keywords)
+            return [name] if plain else []
+        case ast.Expr(value=ast.Call() as call):
+            return written_names(call)
+        case _:
+            return []
 
 
 def _effect(node: ast.AST, fresh: set[str]) -> str | None:

@@ -4,11 +4,11 @@ import ast
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from tpuport.rules._effects import refuse_effects
+from tpuport.rules._effects import refuse_effects, written_names
 from tpuport.rules._expressions import function_around
-from tpuport.source.inference.liveness import NameFlow, NameSet, surely_bound
+from tpuport.source.inference.liveness import NOTHING, NameFlow, NameSet, surely_bound
 from tpuport.source.rewrite.finding import NotFixable
-from tpuport.source.rewrite.matching import Context
+from tpuport.source.rewrite.matching import Context, head
 from tpuport.source.syntax.module import SCOPES, own_bindings
 from tpuport.source.syntax.statements import exits_loop, walk_scope
 
@@ -19,16 +19,19 @@ class Lift:
     """The names that blocks take and return when each becomes a function.
 
     Args:
-        node: The `if` or `while` that the blocks come from.
+        node: The `if` or loop that the blocks come from.
         blocks: The statements of each function.
         context: The file and what is inferred about it.
         ends: Whether the function around them returns right after, so that no name is read.
         after: The names read after the blocks; by default those live after `node`.
         effects: Whether the blocks still run exactly when they did, which makes effects safe.
+        given: Names that are parameters of the functions anyway.
+        writes: Whether a block may write to the object of a name, as `x[i] += y` does.
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
         operands: Names whose earlier value a block needs, which become its parameters.
+        written: Names of other objects that a block writes to.
 
     Raises:
         NotFixable: a block would behave differently in a function.
@@ -36,32 +39,45 @@ class Lift:
 
     def __init__(
         self,
-        node: ast.If | ast.While,
+        node: ast.If | ast.While | ast.For,
         blocks: Sequence[Statements],
         context: Context,
         *,
         ends: bool = False,
         after: NameSet | None = None,
         effects: bool = False,
+        given: NameSet = NOTHING,
+        writes: bool = False,
     ) -> None:
         self.node, self.blocks, self.context, self.ends = node, blocks, context, ends
         self.flow: NameFlow = context.flow(function_around(node, context))
         if node not in self.flow.before:
             raise NotFixable("it is never reached")
-        self.bound_before = self.flow.before[node] | surely_bound(node.test)
+        self.bound_before = self.flow.before[node] | surely_bound(head(node))
         self.assigned = _ordered(self.flow, blocks)
         live = self.flow.after[node] if after is None else after
         self.outputs = [] if ends else [name for name in self.assigned if name in live]
         self._check_names()
-        self.operands = self._operands()
+        self.operands = self._operands(given)
+        self.written = self._written() if writes else []
         for block in [] if effects else blocks:
-            refuse_effects(block, context, entering=self.operands)
+            refuse_effects(block, context, entering=self.operands, written=self.written)
 
-    def operands_argument(self) -> list[str]:
-        """Return the operands as a last argument; an empty list if there are none."""
-        return [as_tuple(self.operands)] if self.operands else []
+    def last_arguments(self) -> list[str]:
+        """Return the operands and the written objects as arguments, without those at the end that
+        are empty.
+        """
+        found = [as_tuple(self.operands)] if self.operands or self.written else []
+        return [*found, as_tuple(self.written)] if self.written else found
 
-    def _operands(self) -> list[str]:
+    def _written(self) -> list[str]:
+        """Return the names of objects from before the blocks that these write to."""
+        nodes = [node for block in self.blocks for node in walk_scope(block)]
+        found = dict.fromkeys(name for node in nodes for name in written_names(node))
+        known = self.bound_before - set(self.assigned) - self.flow.declared
+        return [name for name in found if name in known]
+
+    def _operands(self, given: NameSet) -> list[str]:
         needed: set[str] = set()
         for block in self.blocks:
             bound, _ = self.flow.names(block)
@@ -69,7 +85,7 @@ class Lift:
             # its function, and a side that does not assign an output returns its earlier value.
             entering = self.flow.live_into(block, frozenset(self.outputs))
             needed |= entering & (set(bound) | set(self.outputs))
-        operands = [name for name in self.assigned if name in needed]
+        operands = [name for name in self.assigned if name in needed and name not in given]
         for name in operands:
             if name not in self.bound_before:
                 raise NotFixable(f"{name} may be unbound: it has no value on every path")
@@ -93,7 +109,7 @@ class Lift:
         """Return whether closures over a name stay in its block and see the same values."""
         # A closure sees what later iterations assign to its names, which a local of a new function
         # would hide.
-        if isinstance(self.node, ast.While) or self._in_loop():
+        if isinstance(self.node, ast.While | ast.For) or self._in_loop():
             return False
         inside = self._inside
         closures = [node for node in self.flow.closures if node not in inside]

@@ -7,9 +7,10 @@ from tpuport.rules._effects import refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, refuse_loop_exits
 from tpuport.rules._rule import Example, Rule
+from tpuport.source.inference.liveness import targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
-from tpuport.source.syntax.statements import returns
+from tpuport.source.syntax.statements import loop_exits, returns
 from tpuport.source.syntax.text import Edit
 
 
@@ -21,6 +22,10 @@ class TensorWhile(Rule):
     The fix moves test and body into nested functions of the variables that the loop carries, and
     hands them to `tpuport.ops.while_loop`, which loops in eager PyTorch and becomes
     `lax.while_loop` in a program.
+
+    `convert` also rewrites `for` loops over rows whose number depends on data, such as the experts
+    that some token chose (`for e in hit.nonzero()`): `tpuport.ops.for_each` runs a round for every
+    row that there can be, under a `lax.cond` that asks whether the row is there.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so asking for its truth raises
@@ -123,7 +128,14 @@ class TensorWhile(Rule):
         if context.asks_traced(node.test):
             context.report(self, node, test=node.test)
 
+    def visit_For(self, node: ast.For, context: Context) -> None:
+        # Only a trace knows whether the number of rows depends on data.
+        if context.is_live and not _is_builtin(node.iter) and context.is_traced(node.iter):
+            context.report(self, node, test=node.iter)
+
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        if isinstance(node, ast.For):
+            return Fix((_for_edit(node, context),), (OPS,))
         assert isinstance(node, ast.While)
         function = function_around(node, context)
         refuse_loop_exits(node.body, context)
@@ -162,3 +174,52 @@ def _loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
     call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state})"
     target = state if len(carried) == 1 else ", ".join(carried)
     return layout.edit([*functions, layout.line(f"{target} = {call}")], expressions, gap=True)
+
+
+# Their calls take numbers, or give more than rows.
+_BUILTINS = {"enumerate", "filter", "list", "map", "range", "reversed", "sorted", "tuple", "zip"}
+
+
+def _is_builtin(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _BUILTINS
+        case _:
+            return False
+
+
+def _for_edit(node: ast.For, context: Context) -> Edit:
+    """Return the edit that makes a loop over rows a function and a call of `for_each`."""
+    flow = context.flow(function_around(node, context))
+    if returns(node.body) or node.orelse:
+        raise NotFixable("it has an else block" if node.orelse else "its body returns")
+    exits = list(loop_exits(node.body))
+    refuse_loop_exits([e for e in exits if isinstance(e, ast.Break)], context)
+    refuse_effects([node.iter], context)
+    if node not in flow.before:
+        raise NotFixable("it is never reached")
+    given = targets(node.target)
+    after = flow.after[node] | flow.after[node.body[-1]]
+    if read := given & after:
+        raise NotFixable(f"{min(read)} is read after the loop")
+    lift = Lift(node, [node.body], context, after=after, given=given, writes=True)
+    for name in lift.outputs:
+        if name not in lift.bound_before:
+            raise NotFixable(f"{name} may be unbound before the loop")
+    if not lift.outputs and not lift.written:
+        raise NotFixable("it changes nothing that is read later")
+    state = as_tuple(lift.outputs)
+    layout, expressions = Layout(node, context), Expressions(context)
+    result = f"return {state}"
+    layout.replaced = dict.fromkeys(exits, result)
+    is_name = isinstance(node.target, ast.Name)
+    row = ast.unparse(node.target) if is_name else context.module.fresh_name(node, "row")
+    unpacked = None if is_name else layout.line(f"{ast.unparse(node.target)} = {row}", layout.inner)
+    name = context.module.fresh_name(node, "loop_body")
+    last = layout.line(result, layout.inner)
+    parameters = [row, *lift.outputs]
+    body = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
+    bound = f"{state} = " if lift.outputs else ""
+    arguments = [expressions.copy(node.iter), name, state, as_tuple(lift.written)]
+    call = layout.call(bound, f"{OPS}.for_each", arguments)
+    return layout.edit([body, call], expressions, gap=True)

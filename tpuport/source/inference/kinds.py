@@ -154,6 +154,8 @@ class _Observed:
         parent = self.module.parents.get(node)
         if isinstance(parent, ast.If | ast.While | ast.IfExp | ast.Assert) and parent.test is node:
             places.append(parent)
+        if isinstance(parent, ast.For) and parent.iter is node:
+            places.append(parent)
         if isinstance(parent, ast.UnaryOp | ast.BoolOp):
             places.append(parent)
         return any(self._matches(place) for place in places)

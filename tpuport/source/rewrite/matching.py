@@ -99,7 +99,7 @@ class Context:
         if kind is Kind.HOST or (kind is Kind.UNKNOWN and not (self.strict and self.in_step(node))):
             return False
         # A real trace reached the code, even if a test around it looks like a CUDA branch.
-        return not isinstance(self.kinds, Inference) or not is_off_tpu(node, self.module)
+        return self.is_live or not is_off_tpu(node, self.module)
 
     def is_boolean(self, node: ast.expr) -> bool:
         """Return whether an expression is known to be a traced tensor of dtype bool."""
@@ -122,6 +122,11 @@ class Context:
     def in_step(self, node: ast.AST) -> bool:
         """Return whether code runs in a traced step: `forward`, a training step, a callee."""
         return self.role(node) is Role.STEP
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether a trace met traced values here: what the fix calls will run in it."""
+        return not isinstance(self.kinds, Inference)
 
     def asks_traced(self, test: ast.expr) -> bool:
         """Return whether Python needs the truth value of a traced value to evaluate `test`."""
@@ -148,8 +153,8 @@ class Context:
 
         Args:
             rule: The rule that found it.
-            node: The statement or expression that it is about. Of an `if` or `while` the finding
-                covers the part up to the end of the test.
+            node: The statement or expression that it is about. Of an `if` or a loop the finding
+                covers the part up to the colon.
             severity: The finding's severity; the rule's severity if left out.
             parts: Values for the placeholders of the rule's message: text, or nodes, which are
                 quoted.
@@ -160,7 +165,7 @@ class Context:
             for name, part in parts.items()
         }
         line: int = getattr(node, "lineno")  # noqa: B009 (nodes without a place have none)
-        last = node.test if isinstance(node, ast.If | ast.While) else node
+        last = head(node) if isinstance(node, ast.If | ast.While | ast.For) else node
         end_line: int = getattr(last, "end_lineno")  # noqa: B009
         column: int = getattr(node, "col_offset")  # noqa: B009
         end_column: int = getattr(last, "end_col_offset")  # noqa: B009
@@ -176,6 +181,11 @@ class Context:
             rule=type(rule).__name__,
         )
         self.matches.append(Match(rule, node, finding))
+
+
+def head(node: ast.If | ast.While | ast.For) -> ast.expr:
+    """Return the expression before the colon: a test, or what a loop goes over."""
+    return node.iter if isinstance(node, ast.For) else node.test
 
 
 def quote(source: str) -> str:

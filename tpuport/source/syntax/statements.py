@@ -68,16 +68,18 @@ def _leaves(statement: ast.stmt) -> bool:
 
 def exits_loop(statements: Iterable[ast.stmt]) -> ast.stmt | None:
     """Return the first `break` or `continue` that belongs to a loop around these statements."""
+    return next(loop_exits(statements), None)
+
+
+def loop_exits(statements: Iterable[ast.stmt]) -> Iterator[ast.Break | ast.Continue]:
+    """Yield every `break` and `continue` that belongs to a loop around these statements."""
     for statement in statements:
         if isinstance(statement, ast.Break | ast.Continue):
-            return statement
+            yield statement
         for field in ("body", "orelse", "finalbody", "handlers", "cases"):
             if field == "body" and isinstance(statement, ast.While | ast.For | ast.AsyncFor):
                 continue  # those belong to this inner loop
-            found = exits_loop(_statements(statement, field))
-            if found is not None:
-                return found
-    return None
+            yield from loop_exits(_statements(statement, field))
 
 
 def _statements(node: ast.AST, field: str) -> list[ast.stmt]:

@@ -19,7 +19,13 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, Unlike, is_of_numbers, merge
+from tpuport.tracing.control_flow.merge import (
+    Forced,
+    Unlike,
+    is_of_numbers,
+    merge,
+    promote_all,
+)
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import Trace, current
@@ -28,7 +34,11 @@ from tpuport.tracing.core.values import value_of
 
 
 def traced_cond(
-    test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]
+    test: Any,
+    then: Callable[..., Any],
+    orelse: Callable[..., Any],
+    operands: tuple[Any, ...],
+    written: tuple[Any, ...] = (),
 ) -> Any:
     """Return `then(*operands)` if the traced `test` holds, else `orelse(*operands)`.
 
@@ -39,6 +49,7 @@ def traced_cond(
         then: called with the operands; may write to tensors, may raise.
         orelse: likewise.
         operands: any values.
+        written: other objects that a side writes to.
 
     Returns:
         What the side that holds returns; both must agree in structure, shapes and dtypes.
@@ -49,13 +60,15 @@ def traced_cond(
         return then(*operands) if bool(value) else orelse(*operands)
     site = user_line()
     # A side may change a list or dict among its operands in place, and both sides are run.
-    snapshot = Snapshot([operands])
+    roots = [operands, written]
+    snapshot = Snapshot(roots)
+    promote_all(trace, written)
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
         explorer = trace.explorer
         if explorer is None:
             return lambda: function(*operands)
-        return lambda: explorer.run_inside("branch", lambda: function(*operands), [operands])
+        return lambda: explorer.run_inside("branch", lambda: function(*operands), roots)
 
     explorer = trace.explorer
     merged = merge(

@@ -7,7 +7,7 @@ a side raises, the condition becomes a check and the other side is the program.
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -134,10 +134,18 @@ def merge(
     return _rebuild_merged(trace, sides, values, snapshot)
 
 
+def promote_all(trace: Trace, values: Iterable[Any]) -> None:
+    """Make host tensors that are to be written, and that the trace made, traced ones."""
+    for value in values:
+        if isinstance(value, torch.Tensor) and not isinstance(value, TracedTensor):
+            if value.untyped_storage()._cdata in trace.made:
+                trace.promote(value)
+
+
 def _discover_sides(
     trace: Trace, thunks: tuple[Callable[[], Any], ...], snapshot: Snapshot | None
 ) -> list[_Side]:
-    draws = trace.draws
+    draws, promoted, made = trace.draws, set(trace.promoted), len(trace.made)
     sides = []
     for thunk in thunks:
         if snapshot is not None:
@@ -145,7 +153,14 @@ def _discover_sides(
         trace.draws = draws
         sides.append(_discover(trace, thunk, snapshot))
         sides[-1].draws = trace.draws
-    return sides
+    # A side wrote to host tensors from before the branch: they have to be traced outside of it.
+    leaked = {k: t for k, (t, _) in trace.promoted.items() if k not in promoted}
+    before = [k for k in leaked if k in trace.made and trace.made[k][0] < made]
+    for key in before:
+        del trace.promoted[key]
+        trace.promote(leaked[key])
+    trace.draws = draws
+    return _discover_sides(trace, thunks, snapshot) if before else sides
 
 
 def _only_outcome(test: jax.Array, sides: list[_Side]) -> Forced | None:
@@ -194,6 +209,8 @@ def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None)
         with trace.recording() as effects:
             try:
                 side.result = _with_changes(thunk(), snapshot)
+                if effects.wrote_on_host:
+                    raise _writes_on_host()
                 side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
                 side.metas = [leaf_meta(leaf) for leaf in side.leaves]
                 side.flows = [flow_of([v]) for v in side.leaves]
@@ -241,6 +258,15 @@ def _untraced(error: Exception) -> TpuportError:
         remedy="this is a gap in tpuport or jax: please report it with this line",
         cause=error,
         place=None if place is None else str(place),
+    )
+
+
+def _writes_on_host() -> Exception:
+    return port_error(
+        "a branch on a traced value writes to a tensor that was made before it and depends on none"
+        " of the program's inputs",
+        code="TPU101",
+        remedy="make that tensor from an input (x.new_zeros(...)), or return its new value",
     )
 
 

@@ -83,6 +83,23 @@ def raise_if(failed: Callable[[], Any] | jax.Array, error: BaseException) -> Non
         raise error
 
 
+def refuse_rows() -> Exception:
+    """Return the error for a loop over rows whose number depends on data, as no rule rewrote it."""
+    trace = innermost()
+    if trace is not None and trace.explorer is not None:
+        trace.explorer.plan.ask_for_rewrite()
+    return port_error(
+        "a loop over rows whose number depends on data",
+        code="TPU203",
+        remedy=(
+            "let a `for` statement go over the tensor itself, and let its body write the results"
+            " into a tensor that has its full size before the loop (out[idx] += ...,"
+            " out.index_add_(...)), or bind them to names that have a value before it; no `break`,"
+            " `return` or list.append()"
+        ),
+    )
+
+
 # More choices than these would take too many paths.
 _MOST_CHOICES = 16
 

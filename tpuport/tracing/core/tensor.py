@@ -21,7 +21,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import ActiveTrace
-from tpuport.tracing.core.concretize import decide, identity_is_asked
+from tpuport.tracing.core.concretize import decide, identity_is_asked, refuse_rows
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
@@ -110,6 +110,8 @@ class TracedTensor(backend.TorchaxTensor):
     _extents: dict[int, Any] | None = None
     # The storage and version that `_bounds` hold for, and the bounds.
     _bounds_of: "tuple[Storage, int, tuple[int, int] | None] | None" = None
+    # The storage and version that hold ascending integers, as positions and distinct values are.
+    _ascends_of: "tuple[Storage, int] | None" = None
     # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
@@ -266,6 +268,15 @@ class TracedTensor(backend.TorchaxTensor):
     def _bounds(self, bounds: tuple[int, int] | None) -> None:
         self._bounds_of = (self._storage, self._storage.version, bounds)
 
+    @property
+    def _ascends(self) -> bool:
+        """Return whether the elements are known to be integers in ascending order, all distinct."""
+        return self._ascends_of == (self._storage, self._storage.version)
+
+    @_ascends.setter
+    def _ascends(self, ascends: bool) -> None:
+        self._ascends_of = (self._storage, self._storage.version) if ascends else None
+
     def jax(self) -> jax.Array:
         """Return the value as a jax array (a tracer while a program is traced)."""
         return self._elem
@@ -323,6 +334,11 @@ class TracedTensor(backend.TorchaxTensor):
         if self._extents is None and getattr(other, "_extents", None) is None:
             return torch.Tensor.expand_as(self, other)
         return self.expand(other.shape)
+
+    def __iter__(self) -> Any:
+        if self._extents and 0 in self._extents:
+            raise refuse_rows()
+        return torch.Tensor.__iter__(self)
 
     def __len__(self) -> int:
         if self._extents and 0 in self._extents:
@@ -632,6 +648,8 @@ def view_of(
         result._of_leaf = base._of_leaf or base._is_parameter
         result._unwritable = _MADE_WITHOUT_GRAD if cut else base._unwritable
     result._bounds = base._bounds
+    if base._ascends and meta.dtype == base.dtype:
+        result._ascends = meta.numel() == torch.Tensor.numel(base)
     result._keep(value)
     return result
 
@@ -669,7 +687,32 @@ def tolist(tensor: TracedTensor) -> Any:
     """Return `.tolist()` of a traced tensor: nested lists of traced numbers."""
     if tensor.dim() == 0:
         return item(tensor)
+    if tensor._extents and 0 in tensor._extents:
+        return RowList(tensor)
     return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]
+
+
+class RowList:
+    """`.tolist()` of a tensor whose number of rows depends on data: a `for` may go over it."""
+
+    is_traced = True
+
+    def __init__(self, rows: TracedTensor) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        raise refuse_rows()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return tolist(self.rows[index])  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise refuse_rows()
 
 
 def version(value: Any) -> int:

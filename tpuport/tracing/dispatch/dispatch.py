@@ -6,6 +6,7 @@ decomposition. Tensors that do not depend on the program's inputs stay plain CPU
 computed by torch, and become constants when they meet a traced one.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import torch
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.op_handler import op_handler
 from tpuport.tracing.core.op_info import op_info
+from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dispatch.compute import dispatch_value
 from tpuport.tracing.dispatch.foreach import register_foreach
 from tpuport.tracing.dispatch.inplace_ops import dispatch_write
@@ -52,8 +55,10 @@ def _run(trace: Trace | None, func: Any, args: tuple[Any, ...], kwargs: dict[str
     info = op_info(func)
     if trace is not None and not info.writes and (trace.dynamic or func._opname in _SELECTIONS):
         if (func._opname in _SELECTIONS and _selects(func, args)) or involved(args, kwargs):
+            # Handlers call torch, which reads the host's memory of a tensor that has an alias.
+            given = tuple(map_tensors(functools.partial(_alias, trace), a) for a in args)
             with trace.values_checked():
-                result = dispatch_bounded(func, args, kwargs)
+                result = dispatch_bounded(func, given, kwargs)
             if result is not NotImplemented:
                 return result
     if info.special is not None:
@@ -71,6 +76,13 @@ def _run(trace: Trace | None, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 _SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter", "bincount"}
 _SELECTIONS |= {"_unique2", "unique_consecutive"}
+
+
+def _alias(trace: Trace, value: Any) -> Any:
+    """Return what holds the value of a tensor: its alias, if it is a host tensor with one."""
+    is_host = isinstance(value, torch.Tensor) and not isinstance(value, TracedTensor)
+    found = trace.alias(value) if is_host else None
+    return value if found is None else found
 
 
 def _selects(func: Any, args: tuple[Any, ...]) -> bool:

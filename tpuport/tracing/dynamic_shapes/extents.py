@@ -37,7 +37,7 @@ def strip(tensor: Any) -> Any:
     """Return the physical array as an ordinary tensor (sharing its storage)."""
     if not extents_of(tensor):
         return tensor
-    return TracedTensor(
+    plain = TracedTensor(
         tensor._storage,
         tensor._chain,
         meta_of(tensor),
@@ -45,6 +45,8 @@ def strip(tensor: Any) -> Any:
         tensor._own_flow,
         tensor._detached,
     )
+    plain._bounds_of, plain._ascends_of = tensor._bounds_of, tensor._ascends_of
+    return plain
 
 
 def attach(tensor: Any, extents: Extents) -> TracedTensor:

@@ -91,6 +91,7 @@ def nonzero(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stacked._bounds = (
         (0, max(torch.Tensor.size(source)) - 1) if torch.Tensor.numel(source) else None
     )
+    stacked._ascends = source.dim() == 1
     return stacked
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
 from tpuport.tracing.dynamic_shapes.handlers import handles
 
@@ -19,6 +20,8 @@ def unique(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     asked = _asked(("sorted", "return_inverse", "return_counts"), args, kwargs)
     values, order = torch.sort(source.detach().reshape(-1), stable=True)
     found, inverse, counts = _runs(values, asked)
+    if isinstance(found, TracedTensor) and not source.dtype.is_floating_point:
+        found._bounds, found._ascends = source._bounds, True
     if inverse.numel():
         inverse = torch.empty_like(inverse).scatter(0, order, inverse).reshape(source.shape)
         inverse._bounds = (0, max(values.numel() - 1, 0))  # type: ignore[attr-defined]

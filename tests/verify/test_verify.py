@@ -1,0 +1,223 @@
+"""`tpuport verify`: two runs of a script agree, and every planted difference is found."""
+
+import json
+import shutil
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from tpuport.cli.app import app
+from tpuport.verify.compare import Recording, behaviour, interface, numbers
+
+TRAIN = """
+import sys
+import numpy as np
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        h = self.norm(self.conv(x)).relu().mean(-1)
+        if h.mean() > 10:  # a branch on a value
+            h = h / 2
+        return self.head(h)
+
+torch.manual_seed(1)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+net = Net().to(device)
+optimizer = torch.optim.AdamW(net.parameters(), float(sys.argv[1]))
+for step in range(30):
+    x = torch.randn(4, 2, 8).to(device)
+    y = torch.randint(0, 3, (4,)).to(device)
+    loss = nn.functional.cross_entropy(net(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step == 1:
+        torch.save(net.state_dict(), "out.pt")
+        np.save("out.npy", net.head.weight.detach().cpu().numpy())
+"""
+GAN = """
+import os
+import torch
+from torch import nn
+
+generator = nn.Linear(3, 4).cuda()
+critic = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).cuda()
+optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in (critic, generator)]
+planted = os.path.exists(MARK)
+open(MARK, "w").close()
+for step in range(3):
+    real, z = torch.randn(6, 4).cuda(), torch.randn(6, 3).cuda()
+    for index, optimizer in enumerate(optimizers):
+        optimizer.zero_grad()
+        fake = critic(generator(z)).mean()
+        loss = fake - critic(real).mean() if index == 0 else -fake
+        (loss * (1.01 if planted and step == 1 else 1)).backward()
+        optimizer.step()
+"""
+
+
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """The folder of a script that was verified, and the command's result."""
+    folder = tmp_path_factory.mktemp("verify")
+    (folder / "train.py").write_text(TRAIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        options = ["--steps=3", "--report=report.html", "--plain"]
+        command = ["verify", "train.py", *options, "--", "0.01"]
+        return folder, CliRunner().invoke(app, command)
+
+
+def test_a_script_that_agrees(verified):
+    folder, result = verified
+    assert result.exit_code == 0, result.output
+    assert "differs" not in result.output
+    found = json.loads((folder / "verify-train" / "verify.json").read_text())
+    assert found["passed"]
+    counts = {c["what"]: c["count"] for stage in found["stages"] for c in stage["checks"]}
+    assert counts == {
+        "optimizers, parameters": 6,
+        "values at the start": 6,
+        "losses of step 1": 1,
+        "gradients of step 1": 6,
+        "losses of all steps": 3,
+        "parameters at the end": 6,
+        "buffers at the end": 3,
+        "optimizers at the end": 18,
+        "written files": 2,
+    }
+    assert "gradients of step 1" in (folder / "report.html").read_text()
+    # What the runs wrote is in the folder of the results, and nowhere else.
+    assert {path.name for path in folder.iterdir()} == {"train.py", "report.html", "verify-train"}
+
+
+def edit_tensors(folder: Path, key: str, change: Any) -> None:
+    path = folder / "tensors.safetensors"
+    tensors = load_file(path)
+    name = next(n for n in tensors if n.startswith(key))
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, path)
+
+
+def edit_record(folder: Path, change: Any) -> None:
+    record = json.loads((folder / "record.json").read_text())
+    change(record)
+    (folder / "record.json").write_text(json.dumps(record))
+
+
+def slower(record: dict[str, Any]) -> None:
+    record["optimizers"][0]["groups"][0]["lr"] = 0.02
+
+
+def later_loss(record: dict[str, Any]) -> None:
+    record["losses"][2][0] *= 1.1
+
+
+def first_loss(record: dict[str, Any]) -> None:
+    record["losses"][0][0] *= 1.001
+
+
+def one_more_backward(record: dict[str, Any]) -> None:
+    record["losses"][1] *= 2
+
+
+PLANTED = [
+    ("interface", "lr", lambda f: edit_record(f, slower)),
+    ("interface", "head.bias", lambda f: edit_tensors(f, "start/0.5", lambda t: t[:2])),
+    ("interface", "conv.weight: ", lambda f: edit_tensors(f, "start/0.0", lambda t: t + 1e-3)),
+    ("numbers", "step 1: ", lambda f: edit_record(f, first_loss)),
+    (
+        "numbers",
+        "head.weight: 1.0e-03",
+        lambda f: edit_tensors(f, "gradient/0.4", lambda t: t * 1.001),
+    ),
+    ("numbers", "nan", lambda f: edit_tensors(f, "gradient/0.4", lambda t: t * float("nan"))),
+    ("behaviour", "step 3: ", lambda f: edit_record(f, later_loss)),
+    ("behaviour", "backward() is called 3 times", lambda f: edit_record(f, one_more_backward)),
+    ("behaviour", "head.weight: ", lambda f: edit_tensors(f, "end/0.4", lambda t: t + 1e-2)),
+    (
+        "behaviour",
+        "norm.running_var",
+        lambda f: edit_tensors(f, "buffer/norm.running_var", lambda t: t * 2),
+    ),
+    (
+        "behaviour",
+        "exp_avg",
+        lambda f: edit_tensors(f, "state/0.4/head.weight/exp_avg", lambda t: t * 2),
+    ),
+    (
+        "behaviour",
+        "out.npy",
+        lambda f: np.save(f / "files" / "out.npy", np.ones((3, 4), np.float32)),
+    ),
+    ("behaviour", "out.pt", lambda f: (f / "files" / "out.pt").unlink()),
+]
+
+
+@pytest.mark.parametrize(("stage", "named", "plant"), PLANTED)
+def test_a_planted_difference_is_found(verified, tmp_path, stage, named, plant):
+    results = verified[0] / "verify-train"
+    shutil.copytree(results / "ported", tmp_path / "ported")
+    plant(tmp_path / "ported")
+    eager, other = Recording(results / "eager"), Recording(tmp_path / "ported")
+    # Compared with itself, eager PyTorch shows how much rounding may do: nothing here.
+    stages = {s.name: s for s in (interface(eager, other), numbers(eager, other, 1e-4))}
+    stages["behaviour"] = behaviour(eager, other, 1e-2, Recording(results / "disturbed"))
+    assert not stages[stage].passed
+    assert any(named in problem for c in stages[stage].checks for problem in c.problems)
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference(verified):
+    """The bias before a batch norm: Adam moves it by the sign of its rounding."""
+    results = verified[0] / "verify-train"
+    eager, ported = Recording(results / "eager"), Recording(results / "ported")
+    assert not behaviour(eager, ported, 1e-2).passed
+    assert behaviour(eager, ported, 1e-2, Recording(results / "disturbed")).passed
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["none.py"], "There is no file none.py"),
+        (["fails.py", "--plain"], "fails in eager PyTorch (exit status 1)"),
+        (["fails.py", "--out=other"], "other holds other files"),
+    ],
+)
+def test_a_wrong_call(tmp_path, monkeypatch, command, message):
+    monkeypatch.chdir(tmp_path)
+    Path("fails.py").write_text("raise ValueError('mine')")
+    Path("other").mkdir()
+    Path("other/precious.txt").write_text("")
+    result = CliRunner().invoke(app, ["verify", *command])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+    assert Path("other/precious.txt").exists()
+    assert "precious" not in result.output
+
+
+@pytest.mark.slow  # test_a_planted_difference_is_found compares the same things
+def test_a_script_with_two_optimizers_and_a_planted_difference(tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    Path("gan.py").write_text(textwrap.dedent(GAN).replace("MARK", repr(str(tmp_path / "mark"))))
+    result = CliRunner().invoke(app, ["verify", "gan.py", "--json"])
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    assert [s["passed"] for s in found["stages"]] == [True, True, False]
+    assert "step 3: " in str(found["stages"][2]["checks"][0]["problems"])
+    assert "The script ended after 3 steps." in found["notes"]
+    result = CliRunner().invoke(app, ["verify", "gan.py", "--json"])
+    assert result.exit_code == 0, result.output

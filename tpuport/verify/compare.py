@@ -1,0 +1,259 @@
+"""What two runs recorded, compared in stages: interface, numbers, behaviour, files."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tpuport.verify.files import compare_files
+
+# Gradients below this share of the largest one are zero but for rounding. Adam makes steps of full
+# size of them.
+_NO_GRADIENT = 1e-6
+# How much further than a disturbed run a port may be: both are samples of rounding.
+_ROUNDING = 5.0
+_MOST_NAMED = 5
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Comparison:
+    """One comparison of a stage.
+
+    Attributes:
+        what: What was compared.
+        count: How many of them.
+        error: The largest difference, relative to what `limit` is of; None where nothing was
+            measured.
+        limit: The largest difference that passes.
+        worst: The name of what differs most.
+        problems: What is not even comparable, or beyond the limit.
+        errors: Each difference by name.
+        allowed: Larger limits, by name.
+    """
+
+    what: str
+    count: int = 0
+    error: float | None = None
+    limit: float = 0.0
+    worst: str = ""
+    problems: list[str] = field(default_factory=list)
+    errors: dict[str, float] = field(default_factory=dict)
+    allowed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Return whether everything agrees."""
+        return not self.problems
+
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether it agrees only because rounding does as much in eager PyTorch."""
+        return self.passed and self.error is not None and self.error > self.limit > 0
+
+    def add(self, name: str, error: float) -> None:
+        """Add the difference of one more value; NaN is a difference."""
+        self.count += 1
+        self.errors[name] = error
+        if self.error is None or not error <= self.error:
+            self.error, self.worst = error, name
+        limit = max(self.limit, self.allowed.get(name, 0.0))
+        if not error <= limit:
+            self.problems.append(f"{name}: {error:.1e} apart, more than {limit:.0e}")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The checks of one stage."""
+
+    name: str
+    checks: Sequence[Comparison]
+
+    @property
+    def passed(self) -> bool:
+        """Return whether all checks agree."""
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The largest differences that pass.
+
+    Attributes:
+        numbers: Of the first step's losses (relative to the loss) and gradients (relative to the
+            largest element of each).
+        behaviour: Of later losses, and of parameters and states, relative to how far each moved.
+    """
+
+    numbers: float = 1e-4
+    behaviour: float = 1e-2
+
+
+class Recording:
+    """What one run recorded, read from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        record = json.loads((folder / "record.json").read_text())
+        self.files = folder / "files"
+        self.record: dict[str, Any] = record
+        self.losses: list[list[float]] = record["losses"]
+        self.tensors: Tensors = load_file(folder / "tensors.safetensors")
+
+    def part(self, kind: str) -> Tensors:
+        """Return the tensors of one kind by their keys."""
+        start = f"{kind}/"
+        return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
+
+
+def interface(eager: Recording, ported: Recording) -> Stage:
+    """Compare optimizers, their parameters, and the values that these start with."""
+    starts = Comparison("values at the start")
+    _each(starts, eager, ported, "start", lambda a, b, _: _relative(a, b))
+    return Stage("interface", [_form(eager.record, ported.record), starts])
+
+
+def numbers(eager: Recording, ported: Recording, limit: float) -> Stage:
+    """Compare losses and gradients of the first step."""
+    check = Comparison("gradients of step 1", limit=limit)
+    sizes = (float(t.abs().max()) for t in eager.part("gradient").values() if t.numel())
+    at_least = max(sizes, default=0.0) * _NO_GRADIENT / limit if limit else 0.0
+    _each(check, eager, ported, "gradient", lambda a, b, _: _relative(a, b, at_least))
+    losses = Comparison("losses of step 1", limit=limit)
+    _add_losses(losses, eager.losses[:1], ported.losses[:1])
+    return Stage("numbers", [losses, check])
+
+
+def behaviour(
+    eager: Recording, ported: Recording, limit: float, disturbed: Recording | None = None
+) -> Stage:
+    """Compare losses of all steps, and what is there after the last one.
+
+    Differences that rounding makes in eager PyTorch as well, as `disturbed` shows, are allowed.
+    """
+    known = {} if disturbed is None else _differences(eager, disturbed, limit, {})
+    found = _differences(eager, ported, limit, known)
+    return Stage("behaviour", list(found.values()))
+
+
+def _differences(
+    eager: Recording, other: Recording, limit: float, known: dict[str, Comparison]
+) -> dict[str, Comparison]:
+    """Return what differs by kind; `known` are differences that rounding makes."""
+
+    def check(what: str) -> Comparison:
+        errors = known[what].errors if what in known else {}
+        allowed = {name: _ROUNDING * error for name, error in errors.items()}
+        made = found[what] = Comparison(what, limit=limit, allowed=allowed)
+        return made
+
+    found: dict[str, Comparison] = {}
+    _add_losses(check("losses of all steps"), eager.losses, other.losses)
+    starts = eager.part("start")
+    ends = check("parameters at the end")
+    _each(ends, eager, other, "end", lambda a, b, n: _apart(a, b, a.double() - starts[n].double()))
+    for kind, what in (("buffer", "buffers at the end"), ("state", "optimizers at the end")):
+        _each(check(what), eager, other, kind, lambda a, b, _: _apart(a, b, a))
+    written, files = check("written files"), compare_files(eager.files, other.files)
+    written.problems += files.problems
+    for name, error in files.errors:
+        written.add(name, error)
+    return found
+
+
+def _form(eager: dict[str, Any], ported: dict[str, Any]) -> Comparison:
+    check = Comparison("optimizers, parameters")
+    both = itertools.zip_longest(eager["optimizers"], ported["optimizers"])
+    for index, (mine, other) in enumerate(both):
+        check.count += len((mine or other)["parameters"])
+        if mine is None or other is None:
+            side = "eager" if other is None else "ported"
+            check.problems.append(f"optimizer {index} steps in the {side} run only")
+            continue
+        check.problems += [
+            f"optimizer {index}: {what} {_short(mine[what])} in eager, {_short(other[what])} ported"
+            for what in ("class", "groups")
+            if mine[what] != other[what]
+        ]
+        check.problems += _unlike(mine["parameters"], other["parameters"])
+    if eager["steps"] != ported["steps"]:
+        check.problems.append(f"steps made: {eager['steps']} in eager, {ported['steps']} ported")
+    return check
+
+
+def _unlike(mine: dict[str, Any], other: dict[str, Any]) -> Iterable[str]:
+    for key in [*mine, *(k for k in other if k not in mine)]:
+        if mine.get(key) != other.get(key):
+            yield f"{_name(key)}: {mine.get(key)} in eager, {other.get(key)} ported"
+
+
+def _each(
+    check: Comparison,
+    eager: Recording,
+    ported: Recording,
+    kind: str,
+    error: Callable[[torch.Tensor, torch.Tensor, str], float],
+) -> None:
+    mine, other = eager.part(kind), ported.part(kind)
+    for name in [*mine, *(n for n in other if n not in mine)]:
+        if name not in mine or name not in other:
+            side = "eager" if name in mine else "ported"
+            check.problems.append(f"{_name(name)}: in the {side} run only")
+        elif mine[name].shape != other[name].shape or mine[name].dtype != other[name].dtype:
+            forms = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in (mine[name], other[name])]
+            check.problems.append(f"{_name(name)}: {forms[0]} in eager, {forms[1]} ported")
+        else:
+            check.add(_name(name), error(mine[name], other[name], name))
+
+
+def _add_losses(check: Comparison, eager: list[list[float]], ported: list[list[float]]) -> None:
+    if list(map(len, eager)) != list(map(len, ported)):
+        counts = [sum(map(len, side)) for side in (eager, ported)]
+        check.problems.append(
+            f"backward() is called {counts[0]} times in eager, {counts[1]} ported"
+        )
+    for step, (mine, other) in enumerate(zip(eager, ported, strict=False), 1):
+        for a, b in zip(mine, other, strict=False):
+            pair = torch.tensor([[a], [b]], dtype=torch.float64)
+            check.add(f"step {step}", _relative(pair[0], pair[1]))
+
+
+def _relative(mine: torch.Tensor, other: torch.Tensor, at_least: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest element or to `at_least`."""
+    a, b = mine.double(), other.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return 0.0
+    size = max(float(a[a.isfinite()].abs().max()) if bool(a.isfinite().any()) else 0.0, at_least)
+    difference = float((a - b)[~same].abs().max())
+    return difference / size if size else float("inf")
+
+
+def _apart(mine: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> float:
+    """Return the norm of a difference, relative to that of `scale`."""
+    a, b = mine.double(), other.double()
+    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm()
+    size = max(float(scale.double().norm()), torch.finfo(torch.float32).eps * float(a.norm()))
+    return float(difference) / size if size else float(difference > 0)
+
+
+def _name(key: str) -> str:
+    """Return the name of a parameter or state without its optimizer and position."""
+    first, _, rest = key.partition("/")
+    return rest if first.replace(".", "").isdigit() else key
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def shown_problems(check: Comparison) -> list[str]:
+    """Return the first problems of a check, and how many more there are."""
+    rest = len(check.problems) - _MOST_NAMED
+    return [*check.problems[:_MOST_NAMED], *([f"and {rest} more"] if rest > 0 else [])]

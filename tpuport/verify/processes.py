@@ -1,0 +1,163 @@
+"""The two runs of a script, each in its own process, and the files that they write."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tpuport.foundation.errors import UsageError
+
+EAGER, PORTED = "eager", "ported"
+# Eager PyTorch again, with what rounding could add to the gradients.
+DISTURBED = "disturbed"
+# The file by which a folder is known to be one of ours.
+RESULT = "verify.json"
+_TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()", "run", "--quiet")
+_SKIPPED = {".git", ".hg", "__pycache__", ".venv", "node_modules", "site-packages"}
+_TAIL = 25
+
+
+@dataclass(frozen=True)
+class VerifiedScript:
+    """What to run, and how.
+
+    Attributes:
+        script: The path of the script.
+        arguments: Its arguments.
+        steps: The number of optimizer steps after which it is stopped.
+        seed: The seed of Python, numpy and torch before it starts.
+        plain: Whether the reference is plain Python, without CUDA being emulated.
+        options: Options of `tpuport run` for the ported run.
+    """
+
+    script: Path
+    arguments: Sequence[str] = ()
+    steps: int = 20
+    seed: int = 0
+    plain: bool = False
+    options: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """One run: where its recordings, its output and its files are, and how it ended."""
+
+    folder: Path
+    status: int
+    overwritten: tuple[str, ...]
+
+    @property
+    def tail(self) -> str:
+        """Return the last lines that the run printed."""
+        lines = (self.folder / "output.txt").read_text(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL:])
+
+
+def prepare(out: Path, script: Path) -> None:
+    """Make an empty folder for the results.
+
+    Raises:
+        UsageError: there is no such script, or the folder holds something else.
+    """
+    if not script.is_file():
+        raise UsageError(f"There is no file {script} to verify.")
+    if out.exists() and any(out.iterdir()):
+        if not (out / RESULT).exists():
+            raise UsageError(f"{out} holds other files. Name another folder with --out.")
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / RESULT).write_text("{}")
+
+
+def run(what: VerifiedScript, side: str, out: Path) -> FinishedRun:
+    """Run the script and gather what it recorded and wrote.
+
+    New files below the current folder and the script's are moved away, so that the second run
+    begins as the first did.
+    """
+    folder = (out / side).resolve()
+    folder.mkdir()
+    recorder = folder / "recorder.py"
+    shutil.copy(Path(__file__).with_name("recorder.py"), recorder)
+    settings = folder / "settings.json"
+    wanted = {"steps": what.steps, "seed": what.seed, "disturbed": side == DISTURBED}
+    settings.write_text(json.dumps({"folder": str(folder), **wanted}))
+    script = what.script.resolve()
+    roots = _roots([Path.cwd(), script.parent])
+    before = _files(roots, out.resolve())
+    folders = _folders(roots, out.resolve())
+    command = [*_command(what, side, script), str(recorder), str(settings), str(what.script)]
+    with (folder / "output.txt").open("wb") as output:
+        done = subprocess.run(
+            [*command, *what.arguments],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONHASHSEED": str(what.seed)},
+            check=False,
+        )
+    overwritten = _gather(roots, before, _files(roots, out.resolve()), folder / "files")
+    for made in sorted(_folders(roots, out.resolve()) - folders, reverse=True):
+        if not any(made.iterdir()):
+            made.rmdir()
+    return FinishedRun(folder, done.returncode, overwritten)
+
+
+def _command(what: VerifiedScript, side: str, script: Path) -> list[str]:
+    if side == PORTED:
+        return [*_TPUPORT, "--path", str(script.parent), *what.options]
+    return [sys.executable] if what.plain else [*_TPUPORT, "--no-port", "--no-rewrite"]
+
+
+def _roots(folders: Sequence[Path]) -> list[Path]:
+    """Return the folders that are not below another one."""
+    resolved = sorted({folder.resolve() for folder in folders})
+    return [f for f in resolved if not any(f != o and f.is_relative_to(o) for o in resolved)]
+
+
+def _files(roots: Sequence[Path], out: Path) -> dict[Path, tuple[int, int]]:
+    """Return the files below some folders, with what shows that one was written."""
+    found = {}
+    for root in roots:
+        for folder, names, files in os.walk(root):
+            names[:] = [n for n in names if n not in _SKIPPED and Path(folder, n) != out]
+            for name in files:
+                path = Path(folder, name)
+                if path.is_file() and not path.is_symlink():
+                    stat = path.stat()
+                    found[path] = (stat.st_mtime_ns, stat.st_size)
+    return found
+
+
+def _folders(roots: Sequence[Path], out: Path) -> set[Path]:
+    found = set()
+    for root in roots:
+        for folder, names, _ in os.walk(root):
+            names[:] = [n for n in names if n not in _SKIPPED and Path(folder, n) != out]
+            found.update(Path(folder, name) for name in names)
+    return found
+
+
+def _gather(
+    roots: Sequence[Path],
+    before: dict[Path, tuple[int, int]],
+    after: dict[Path, tuple[int, int]],
+    to: Path,
+) -> tuple[str, ...]:
+    """Move new files and copy changed ones; return the names of the changed ones."""
+    overwritten = []
+    for path, seen in after.items():
+        if before.get(path) == seen:
+            continue
+        root = next(r for r in roots if path.is_relative_to(r))
+        target = to / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path in before:
+            overwritten.append(str(path.relative_to(root)))
+            shutil.copy2(path, target)
+        else:
+            shutil.move(path, target)
+    return tuple(overwritten)

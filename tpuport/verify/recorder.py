@@ -1,0 +1,208 @@
+"""Runs a training script and records what it computes, by hooks that torch itself offers.
+
+This file is copied and run by itself, as `python recorder.py SETTINGS SCRIPT ARGS`, in eager
+PyTorch and under a port alike. Losses are the tensors that `backward()` is called on; gradients,
+parameters and the state of optimizers are read at `Optimizer.step`.
+"""
+
+import gc
+import importlib.util
+import json
+import os
+import random
+import runpy
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+
+class EnoughSteps(BaseException):
+    """The script has made the steps that were asked for."""
+
+
+class StepRecorder:
+    """What a script has computed so far.
+
+    Args:
+        folder: Where to write it.
+        steps: The number of steps after which the script is stopped.
+        disturbed: Whether to add to each gradient what rounding could, to see what becomes of it.
+    """
+
+    def __init__(self, folder: Path, steps: int, *, disturbed: bool = False) -> None:
+        self.folder, self.steps, self.disturbed = folder, steps, disturbed
+        self.noise = torch.Generator().manual_seed(0)
+        self.losses: list[list[float]] = []
+        self.since_step: list[float] = []
+        self.optimizers: list[Optimizer] = []
+        self.names: dict[int, str] = {}
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.counts: list[int] = []
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.in_backward = False
+
+    def install(self) -> None:
+        """Set the hooks."""
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self.before_step(optimizer))
+        register_optimizer_step_post_hook(lambda optimizer, *_: self.after_step(optimizer))
+        owners: tuple[Any, ...] = (torch.Tensor, torch.autograd)
+        for owner in owners:
+            owner.backward = self.recorded(owner.backward)
+
+    def recorded(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `backward`, which also records the value that it is called on."""
+
+        def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.in_backward:  # one of the two calls the other
+                return backward(tensors, *args, **kwargs)
+            each = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
+            self.since_step += [float(tensor.detach().float().mean()) for tensor in each]
+            self.in_backward = True
+            try:
+                return backward(tensors, *args, **kwargs)
+            finally:
+                self.in_backward = False
+
+        return call
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Record the parameters and gradients that an optimizer's first step begins with."""
+        if self.disturbed:
+            self.disturb(optimizer)
+        if any(optimizer is known for known in self.optimizers):
+            return
+        self.optimizers.append(optimizer)
+        self.counts.append(0)
+        self.name(optimizer)
+        for key, parameter in self.parameters(len(self.optimizers) - 1):
+            self.keep(f"start/{key}", parameter)
+            if parameter.grad is not None:
+                self.keep(f"gradient/{key}", parameter.grad)
+
+    def disturb(self, optimizer: Optimizer) -> None:
+        """Add rounding of the size of the largest gradient to all gradients."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in held if p.grad is not None and not p.grad.is_sparse]
+        largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
+        for gradient in gradients:
+            noise = torch.randn(gradient.shape, generator=self.noise, dtype=torch.float32)
+            size = torch.finfo(torch.float32).eps * largest
+            gradient.data.add_((noise * size).to(gradient))
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Count a step, and stop the script after the last one."""
+        self.losses.append(self.since_step)
+        self.since_step = []
+        index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
+        self.counts[index] += 1
+        if self.counts[index] >= self.steps:
+            raise EnoughSteps
+
+    def name(self, optimizer: Optimizer) -> None:
+        """Find the names of an optimizer's parameters, and the buffers beside them."""
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        modules = [m for m in gc.get_objects() if isinstance(m, torch.nn.Module)]
+        inner = {id(child) for module in modules for child in module.children()}
+        found: dict[int, list[str]] = {}
+        for root in (module for module in modules if id(module) not in inner):
+            named = [(name, p) for name, p in root.named_parameters() if id(p) in held]
+            for name, parameter in named:
+                found.setdefault(id(parameter), []).append(name)
+            if named:
+                self.buffers.update((n, b) for n, b in root.named_buffers())
+        self.names |= {key: min(names, key=len) for key, names in found.items()}
+
+    def parameters(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the parameters of an optimizer, each with a key that tells it from all others."""
+        groups = self.optimizers[index].param_groups
+        for position, parameter in enumerate(p for group in groups for p in group["params"]):
+            yield f"{index}.{position}/{self.names.get(id(parameter), '?')}", parameter
+
+    def keep(self, name: str, tensor: torch.Tensor) -> None:
+        """Keep a copy of a tensor's value."""
+        self.tensors[name] = torch.empty(0) if tensor.is_sparse else tensor.detach().cpu().clone()
+
+    def finish(self) -> None:
+        """Write everything, with what parameters and optimizers hold now."""
+        described = [self.describe(index) for index in range(len(self.optimizers))]
+        for name, buffer in self.buffers.items():
+            self.keep(f"buffer/{name}", buffer)
+        save_file(
+            {name: t.contiguous().clone() for name, t in self.tensors.items()},
+            self.folder / "tensors.safetensors",
+        )
+        record = {
+            "optimizers": described,
+            "losses": [*self.losses, *([self.since_step] if self.since_step else [])],
+            "steps": self.counts,
+        }
+        (self.folder / "record.json").write_text(json.dumps(record))
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """Keep what an optimizer and its parameters hold, and return the rest of it."""
+        optimizer = self.optimizers[index]
+        state = {id(p): values for p, values in optimizer.state.items()}
+        for key, parameter in self.parameters(index):
+            self.keep(f"end/{key}", parameter)
+            for name, value in state.get(id(parameter), {}).items():
+                if isinstance(value, (torch.Tensor, int, float)):
+                    self.keep(f"state/{key}/{name}", torch.as_tensor(value))
+        groups = [
+            {k: v for k, v in group.items() if isinstance(v, (int, float, str, tuple, list))}
+            for group in ({**g, "params": len(g["params"])} for g in optimizer.param_groups)
+        ]
+        parameters = {
+            key: [list(p.shape), str(p.dtype), p.requires_grad] for key, p in self.parameters(index)
+        }
+        return {"class": type(optimizer).__name__, "groups": groups, "parameters": parameters}
+
+
+def run_script(script: str) -> None:
+    """Run a script as `python` does, through the import system, whoever has a hook in it."""
+    folder, file = os.path.split(os.path.abspath(script))
+    sys.path[0] = folder
+    stem, suffix = os.path.splitext(file)
+    spec = importlib.util.find_spec(stem) if suffix == ".py" and "." not in stem else None
+    loader: Any = None if spec is None else spec.loader
+    if spec is None or spec.origin != os.path.join(folder, file) or not hasattr(loader, "get_code"):
+        runpy.run_path(script, run_name="__main__")
+        return
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(main).update(__file__=spec.origin, __builtins__=sys.modules["builtins"])
+    exec(loader.get_code(stem), vars(main))
+
+
+def record() -> None:
+    """Run the script that the command line names."""
+    settings = json.loads(Path(sys.argv[1]).read_text())
+    random.seed(settings["seed"])
+    np.random.seed(settings["seed"])
+    torch.manual_seed(settings["seed"])
+    recorder = StepRecorder(
+        Path(settings["folder"]), settings["steps"], disturbed=settings["disturbed"]
+    )
+    recorder.install()
+    sys.argv = sys.argv[2:]
+    try:
+        run_script(sys.argv[0])
+    except EnoughSteps:
+        pass
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+    recorder.finish()
+
+
+if __name__ == "__main__":
+    record()

@@ -1,0 +1,181 @@
+"""The outcome of `tpuport verify`: as text, JSON and a page."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.version import __version__
+from tpuport.verify.compare import (
+    Limits,
+    Recording,
+    Stage,
+    behaviour,
+    interface,
+    numbers,
+    shown_problems,
+)
+from tpuport.verify.processes import (
+    DISTURBED,
+    EAGER,
+    PORTED,
+    RESULT,
+    FinishedRun,
+    VerifiedScript,
+    prepare,
+    run,
+)
+
+STAGES = ("interface", "numbers", "behaviour")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What comparing two runs of a script found.
+
+    Attributes:
+        script: The script.
+        steps: The steps that were asked for.
+        seed: The seed.
+        stages: The stages, as far as the first that could be compared.
+        failure: What the ported run printed last, if it failed; then there are no stages.
+        notes: What a reader has to know.
+        folder: Where the recordings, outputs and written files of both runs are.
+    """
+
+    script: str
+    steps: int
+    seed: int
+    stages: Sequence[Stage]
+    failure: str
+    notes: Sequence[str]
+    folder: str
+
+    @property
+    def passed(self) -> bool:
+        """Return whether all stages were reached and agree."""
+        return len(self.stages) == len(STAGES) and all(stage.passed for stage in self.stages)
+
+    def to_json(self) -> str:
+        """Return everything as JSON."""
+        stages = [
+            {
+                "name": stage.name,
+                "passed": stage.passed,
+                "checks": [{**asdict(c), "passed": c.passed} for c in stage.checks],
+            }
+            for stage in self.stages
+        ]
+        fields: dict[str, Any] = {**vars(self), "stages": stages, "passed": self.passed}
+        return json.dumps({"tpuport": __version__, **fields}, indent=1)
+
+    def show(self, console: Console) -> None:
+        """Print a table of the stages and what follows from them."""
+        table = Table(title=f"{self.script}: {self.steps} steps, seed {self.seed}", box=None)
+        for heading in ("stage", "what", "number", "largest difference", "result"):
+            table.add_column(heading, justify="right" if heading == "number" else "left")
+        known = {stage.name: stage for stage in self.stages}
+        for name in STAGES:
+            if name not in known:
+                table.add_row(name, "", "", "", Text("not reached", style="dim"))
+                continue
+            for index, check in enumerate(known[name].checks):
+                word = Text("equal", "green") if check.passed else Text("differs", "bold red")
+                most = "" if check.error is None else f"{check.error:.1e} {check.worst}"
+                most += " (rounding)" if check.is_rounding else ""
+                row = (name if index == 0 else "", check.what, str(check.count))
+                table.add_row(*row, Text(most), word)
+        console.print(table)
+        for stage in self.stages:
+            for check in stage.checks:
+                for problem in shown_problems(check):
+                    console.print(Text(f"  {check.what}: {problem}"))
+        if self.failure:
+            console.print(Text(f"The ported run failed:\n{self.failure}"))
+        for note in self.notes:
+            console.print(Text(note))
+        console.print(Text(f"Recordings and what both runs wrote: {self.folder}"))
+
+    def save(self, path: Path) -> None:
+        """Write the report as .json, .html or .txt."""
+        if path.suffix == ".json":
+            path.write_text(self.to_json())
+            return
+        with Path("/dev/null").open("w") as nowhere:
+            console = Console(record=True, width=120, file=nowhere)
+            self.show(console)
+        text = console.export_html() if path.suffix == ".html" else console.export_text()
+        path.write_text(text)
+
+
+def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
+    """Run a script in eager PyTorch and ported, and compare the two.
+
+    Raises:
+        UsageError: there is no such script, or its run in eager PyTorch fails.
+    """
+    prepare(out, what.script)
+    eager = run(what, EAGER, out)
+    if eager.status or not (eager.folder / "record.json").exists():
+        raise UsageError(
+            f"The script fails in eager PyTorch (exit status {eager.status}), so there is"
+            f" nothing to compare with. It ends with:\n{eager.tail}"
+        )
+    ported = run(what, PORTED, out)
+    failed = ported.status or not (ported.folder / "record.json").exists()
+    stages = [] if failed else _compared(what, eager, ported, out, limits)
+    found = Verification(
+        str(what.script),
+        what.steps,
+        what.seed,
+        stages,
+        ported.tail if failed else "",
+        _notes(eager, what, stages),
+        str(out),
+    )
+    (out / RESULT).write_text(found.to_json())
+    return found
+
+
+def _compared(
+    what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path, limits: Limits
+) -> list[Stage]:
+    """Return the stages, as far as the interface lets them be compared."""
+    mine, other = Recording(eager.folder), Recording(ported.folder)
+    stages = [interface(mine, other)]
+    if not stages[0].passed:
+        return stages
+    stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
+    if not stages[-1].passed:
+        # Optimizers like Adam make steps of full size of gradients that are zero but for rounding.
+        again = Recording(run(what, DISTURBED, out).folder)
+        stages[-1] = behaviour(mine, other, limits.behaviour, again)
+    return stages
+
+
+def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) -> list[str]:
+    notes = []
+    if any(check.is_rounding for stage in stages for check in stage.checks):
+        notes.append(
+            "rounding: eager PyTorch is as far from itself if rounding is added to its gradients."
+        )
+    if eager.overwritten:
+        names = ", ".join(eager.overwritten[:3])
+        notes.append(f"The first run changed files that the second one found changed: {names}.")
+    record = json.loads((eager.folder / "record.json").read_text())
+    if not record["optimizers"]:
+        notes.append("No optimizer made a step: only written files were compared.")
+    elif max(record["steps"]) < what.steps:
+        notes.append(f"The script ended after {max(record['steps'])} steps.")
+    if len(stages) > 1 and not stages[1].passed:
+        notes.append(
+            "If a module draws random numbers (dropout, noise in forward), they are other numbers"
+            " on the JAX device: set such rates to 0 to compare."
+        )
+    return notes
