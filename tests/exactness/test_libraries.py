@@ -117,7 +117,9 @@ def forces(x):
     energies = (at**2).sum(-1, keepdim=True)
     total = torch.zeros(2, 1).scatter_add_(0, torch.tensor([[0], [1], [1], [0]]), energies)
     assert total.sum().requires_grad
-    return torch.autograd.grad([total.sum()], [at])[0]
+    ones = torch.ones_like(total)
+    kept = torch.autograd.grad([total], [at], grad_outputs=[ones], retain_graph=True)[0]
+    return kept, torch.autograd.grad([total.sum()], [at])[0]
 
 
 class Contracted(nn.Module):

@@ -206,7 +206,8 @@ def _derivatives(
     batched: bool = False,
 ) -> list[torch.Tensor | None]:
     """Return the gradient of outputs with respect to each source, None where there is none."""
-    ends = tensors_in([outputs])
+    given = [(end, traced(trace, end)) for end in tensors_in([outputs])]
+    ends = [end if alias is None else alias for end, alias in given]
     for index, end in enumerate(ends):
         if not end.requires_grad:
             raise RuntimeError(
@@ -215,8 +216,8 @@ def _derivatives(
     with torch.enable_grad():
         values, sources = list(map(value_of, ends)), list(map(value_of, starts))
         cotangents = [
-            _cotangent(given, end, value)
-            for given, end, value in zip(_given(grad_outputs, ends), ends, values, strict=True)
+            _cotangent(weight, end, value)
+            for weight, end, value in zip(_given(grad_outputs, ends), ends, values, strict=True)
         ]
     unique = list({id(source): source for source in sources}.values())
     replay = _Replay(values, unique)
