@@ -36,7 +36,7 @@ _MOST_STEPS = 2
 # What eager PyTorch refuses because of how it computes: the result is plain.
 _OF_MEMORY = ("refer to a single memory location",)
 # Of the processor, for one program.
-_SECONDS = 4.0
+_SECONDS = 2.0
 _numbers = itertools.count()
 
 
