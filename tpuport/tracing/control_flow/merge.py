@@ -1,7 +1,8 @@
 """Two sides of a branch as one `lax.cond`: their results, what they write and what they raise.
 
-Each side is run abstractly first, to see whether the two agree in structure, shapes and dtypes. If
-a side raises, the condition becomes a check and the other side is the program.
+Each side is traced once, to a program of its own. Where the two agree in structure, shapes and
+dtypes, those programs become the branches of the cond. If a side raises, the condition becomes a
+check and the other side is the program.
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import torch
+from jax.extend.core import jaxpr_as_fun
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
@@ -21,8 +23,7 @@ from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.regions import Body, narrow
-from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
+from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
 # Of a traced number that Python or torch cannot use, which is no error of the user's code.
@@ -47,16 +48,24 @@ class Unlike:
 
 @dataclass
 class _Side:
+    """One side of a branch, traced: what it gives and writes, or what it raises.
+
+    `program` returns the arrays of the leaves (None for a plain Python number), of the storages
+    that it wrote, and of the counts of random draws that are no plain numbers.
+    """
+
     result: Any = None
     error: Exception | None = None
     leaves: list[Any] = field(default_factory=list)
     spec: Any = None
-    body: Body | None = None
     metas: list[Any] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     wide: list[bool] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
     created: Collection[int] = ()
+    written: list[Storage] = field(default_factory=list)
+    wide_writes: set[int] = field(default_factory=set)
+    program: Callable[[], Any] = tuple
 
 
 def merge(
@@ -78,19 +87,21 @@ def merge(
         PortError: the sides differ in structure, shape, dtype or Python values.
     """
     test = jnp.reshape(test, ()).astype(bool)
-    draws = trace.draws
-    sides = _discover_sides(trace, (then, orelse), snapshot)
-    trace.draws = draws
-    forced = _only_outcome(test, sides)
-    if forced is not None:
-        return forced
-    written = _written_union(sides)
-    problem = _check_sides(sides, site)
-    if problem is not None and explorable:
+    draws, checks = trace.draws, len(trace.recorder.checks)
+    units = trace.explorer.units if trace.explorer is not None else []
+    known = [(unit, dict(unit.known)) for unit in units]
+    sides = []
+    for thunk in (then, orelse):
         if snapshot is not None:
             snapshot.restore()
-        return Unlike(problem)
-    if problem is not None:
+        trace.draws = draws
+        sides.append(_traced_side(trace, thunk, snapshot))
+    trace.draws = draws
+    found: Any = _only_outcome(test, sides)
+    problem = None if found is not None else _check_sides(sides, site)
+    if problem is not None and explorable:
+        found = Unlike(problem)
+    if problem is not None and found is None:
         raise port_error(
             problem,
             code="TPU101",
@@ -100,52 +111,81 @@ def merge(
             ),
             place=site,
         )
-    # If the sides draw different numbers of times, how often the program drew depends on the side:
-    # the counts become results of the cond.
-    same_draws = all(isinstance(c, int) for c in sides[0].draws) and (
-        sides[0].draws == sides[1].draws
-    )
+    if found is None:
+        return _Merge(trace, sides).result(test, snapshot)
+    # The caller runs a side again, which makes its checks and decisions again.
+    del trace.recorder.checks[checks:]
+    for unit, before in known:
+        unit.known = before
+    if snapshot is not None:
+        snapshot.restore()
+    return found
 
-    wide = [any(pair) for pair in zip(sides[0].wide, sides[1].wide, strict=True)]
 
-    def run(thunk: Callable[[], Any]) -> Callable[[], tuple[list[jax.Array], ...]]:
+class _Merge:
+    """The `lax.cond` of two sides that agree."""
+
+    def __init__(self, trace: Trace, sides: list[_Side]) -> None:
+        self.trace, self.sides = trace, sides
+        a, b = sides
+        self.wide = [any(pair) for pair in zip(a.wide, b.wide, strict=True)]
+        self.written = list({s.serial: s for s in (*a.written, *b.written)}.values())
+        # A storage that holds 64 bits on one side, or before, holds them after the branch.
+        self.wide_writes = a.wide_writes | b.wide_writes
+        self.wide_writes |= {s.serial for s in self.written if s.wide}
+        # If the sides draw different numbers of times, how often the program drew depends on the
+        # side: the counts become results of the cond.
+        self.same_draws = all(isinstance(c, int) for c in a.draws) and a.draws == b.draws
+
+    def result(self, test: jax.Array, snapshot: Snapshot | None) -> Any:
+        """Return the result of the branch, after its writes."""
+        a, b = self.sides
+        values, after, counts = jax.lax.cond(test, self._body(a), self._body(b))
+        self.trace.draws = a.draws if self.same_draws else counts
+        for storage, value in zip(self.written, after, strict=True):
+            storage.set(value)
+        return _rebuild_merged(self.trace, self.sides, values, snapshot)
+
+    def _body(self, side: _Side) -> Callable[[], Any]:
+        metas, before = self.sides[0].metas, [s.held for s in self.written]
+
         def body() -> tuple[list[jax.Array], ...]:
-            if snapshot is not None:
-                snapshot.restore()
-            trace.draws = draws
-            with trace.recording() as effects:
-                result = _with_changes(thunk(), snapshot)
-                leaves, _ = pytree.flatten(result, leaf=branch_leaf)
-                forms = zip(leaves, sides[0].metas, wide, strict=True)
-                values = [leaf_value(v, meta, wide=w) for v, meta, w in forms]
-                narrow(written)
-                after = [s.value for s in written]
-            for storage, value, _ in effects.before.values():
-                storage.value, storage.version = value, storage.version + 1
-            counts = [] if same_draws else [jnp.asarray(c, jnp.int32) for c in trace.draws]
-            return values, after, counts
+            leaves, after, traced_counts = side.program()
+            parts = zip(side.leaves, leaves, metas, self.wide, strict=True)
+            values = [_merged_value(*part) for part in parts]
+            writes = dict(zip([s.serial for s in side.written], after, strict=True))
+            final = [
+                _as_wide(writes.get(s.serial, held), wide=s.serial in self.wide_writes)
+                for s, held in zip(self.written, before, strict=True)
+            ]
+            rest = iter(traced_counts)
+            counts = [jnp.int32(c) if isinstance(c, int) else next(rest) for c in side.draws]
+            return values, final, [] if self.same_draws else counts
 
         return body
 
-    values, after, counts = jax.lax.cond(test, run(then), run(orelse))
-    trace.draws = sides[0].draws if same_draws else counts
-    for storage, value in zip(written, after, strict=True):
-        storage.set(value)
-    return _rebuild_merged(trace, sides, values, snapshot)
+
+def _as_wide(value: jax.Array, *, wide: bool) -> jax.Array:
+    with int64.scope():
+        return value.astype(jnp.int64) if wide else value
 
 
-def _discover_sides(
-    trace: Trace, thunks: tuple[Callable[[], Any], ...], snapshot: Snapshot | None
-) -> list[_Side]:
-    draws = trace.draws
-    sides = []
-    for thunk in thunks:
-        if snapshot is not None:
-            snapshot.restore()
-        trace.draws = draws
-        sides.append(_discover(trace, thunk, snapshot))
-        sides[-1].draws = trace.draws
-    return sides
+def _merged_value(leaf: Any, value: Any, meta: Any, wide: bool) -> jax.Array:
+    """Return the array of a tensor or number, in the dtype that both sides give.
+
+    Args:
+        leaf: the tensor or number.
+        value: its array; None for a plain Python number.
+        meta: the type of a number on both sides, or a meta tensor.
+        wide: whether it has 64 bits on one side.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return _as_wide(value, wide=wide)
+    value = sym_numbers.exact_value(leaf) if value is None else value
+    with int64.scope():
+        if isinstance(meta, torch.Tensor) and not wide:  # the other side has a tensor here
+            return value.astype(backend.jax_dtype(meta.dtype))
+        return value.astype(jnp.int64 if wide else sym_numbers.DTYPES[number_kind(meta)])
 
 
 def _only_outcome(test: jax.Array, sides: list[_Side]) -> Forced | None:
@@ -181,54 +221,47 @@ def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
     return result if snapshot is None else (result, snapshot.changes())
 
 
-def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
-    """Run one side abstractly: its result, what it writes, or the exception it raises."""
+def _traced_side(
+    trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None
+) -> _Side:
+    """Trace one side to a program: its result, what it writes, or the exception it raises."""
     side = _Side()
 
-    def run() -> int:
-        with trace.recording() as effects:
+    def run() -> tuple[list[Any], list[jax.Array], list[jax.Array]]:
+        values: list[Any] = []
+        with trace.recording(repeats=True) as effects:
             try:
                 side.result = _with_changes(thunk(), snapshot)
                 side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
                 side.metas = [leaf_meta(leaf) for leaf in side.leaves]
                 side.flows = [flow_of([v]) for v in side.leaves]
-                side.wide = [_is_wide(v) for v in side.leaves]
+                values = [_held(leaf) for leaf in side.leaves]
+                side.wide = [_is_wide(*pair) for pair in zip(side.leaves, values, strict=True)]
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError) or _OF_NUMBERS.search(str(error)):
                     raise
                 side.error = error
-        side.body = Body(trace, thunk)
-        side.body.written = list(effects.before.values())
         side.created = effects.created
-        for storage, value, _ in side.body.written:
+        side.written = [storage for storage, _, _ in effects.before.values()]
+        side.wide_writes = {storage.serial for storage in side.written if storage.wide}
+        after = [storage.held for storage in side.written]
+        for storage, value, _ in effects.before.values():
             storage.value, storage.version = value, storage.version + 1
-        return 0
+        side.draws = trace.draws
+        counts = [count for count in side.draws if not isinstance(count, int)]
+        return values, after, [jnp.asarray(count, jnp.int32) for count in counts]
 
-    errors, code = len(trace.recorder.checks), trace.error_code
-    units = trace.explorer.units if trace.explorer is not None else []
-    known = [(unit, dict(unit.known)) for unit in units]
-    trace.error_code = None
-    try:
-        jax.eval_shape(run)
-    finally:
-        trace.error_code = code
-        del trace.recorder.checks[errors:]
-        # Decisions made here registered no check, so the real run has to make them again.
-        for unit, before in known:
-            unit.known = before
+    closed, shape = jax.make_jaxpr(run, return_shape=True)()
+    program, treedef = jaxpr_as_fun(closed), jax.tree.structure(shape)
+    side.program = lambda: jax.tree.unflatten(treedef, program())
     return side
 
 
-def _written_union(sides: list[_Side]) -> list[Any]:
-    union: dict[int, Any] = {}
-    for side in sides:
-        assert side.body is not None
-        for storage, _, _ in side.body.written:
-            union[storage.serial] = storage
-    trace = sides[0].body.trace  # type: ignore[union-attr]
-    if trace.error_code is not None:
-        union[trace.error_code.serial] = trace.error_code
-    return list(union.values())
+def _held(leaf: Any) -> jax.Array | None:
+    """Return the array of a leaf, as wide as it is; None for a plain Python number."""
+    if isinstance(leaf, torch.Tensor):
+        return held_of(leaf)
+    return sym_numbers.exact_value(leaf) if isinstance(leaf, sym_numbers.SYMBOLIC) else None
 
 
 def leaf_meta(leaf: Any) -> Any:
@@ -236,36 +269,13 @@ def leaf_meta(leaf: Any) -> Any:
     return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _is_wide(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and int64.is_wide(held_of(leaf))
+def _is_wide(leaf: Any, value: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and int64.is_wide(value)
 
 
-def leaf_value(leaf: Any, meta: Any, *, wide: bool = False) -> jax.Array:
-    """Return the array of a tensor or number, in the dtype that both sides give.
-
-    Args:
-        leaf: The tensor or number.
-        meta: The type of a number on both sides, or a meta tensor; None if there is one side.
-        wide: Whether the tensor has 64 bits on one side.
-    """
-    if isinstance(leaf, torch.Tensor) and wide:
-        held = held_of(leaf)
-        with int64.scope():
-            return held.astype(jnp.int64)
-    if isinstance(leaf, torch.Tensor):
-        return value_of(leaf)
-    if isinstance(meta, torch.Tensor) and not wide:  # the other side has a tensor here
-        value = sym_numbers.node_value(leaf) if _is_number(leaf) else jnp.asarray(leaf)
-        return value.astype(backend.jax_dtype(meta.dtype))
-    value = sym_numbers.exact_value(leaf)
-    if meta is None:
-        return value
-    with int64.scope():
-        return value.astype(jnp.int64 if wide else sym_numbers.DTYPES[number_kind(meta)])
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, sym_numbers.SYMBOLIC)
+def leaf_value(leaf: Any) -> jax.Array:
+    """Return the array of a tensor, or of a number in the 64 bits that it has."""
+    return value_of(leaf) if isinstance(leaf, torch.Tensor) else sym_numbers.exact_value(leaf)
 
 
 def _check_sides(sides: list[_Side], site: str) -> str | None:
@@ -288,6 +298,8 @@ def _check_sides(sides: list[_Side], site: str) -> str | None:
                 tensor, kind = (x, y) if isinstance(x, torch.Tensor) else (y, x)
                 same = same and _is_like(tensor, kind)
                 a.metas[index] = b.metas[index] = tensor if same else x
+                # A Python int has 64 bits.
+                a.wide[index] = a.wide[index] or tensor.dtype is torch.int64
             else:
                 a.metas[index] = b.metas[index] = number_kind(x, y)
     if same:

@@ -137,7 +137,7 @@ class Explorer:
             self.units.append(self.units.pop(self.units.index(unit)))
             depth, refusal = len(self.calls), self.trace.recorder.refusal
             unit.undecided = None
-            with self.trace.recording() as effects:
+            with self.trace.recording(repeats=True) as effects:
                 try:
                     result = thunk()
                 except (Exception, UndecidedBranch):

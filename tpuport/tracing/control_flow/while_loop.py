@@ -37,7 +37,7 @@ class _Loop:
         self.trace, self.test, self.body = trace, test, body
         leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf)
         self.metas = [leaf_meta(leaf) for leaf in leaves]
-        self.initial = [leaf_value(leaf, None) for leaf in leaves]
+        self.initial = [leaf_value(leaf) for leaf in leaves]
         # Those of the values before the loop, then also of those after a round.
         self.flows = [flow_of([leaf]) for leaf in leaves]
         self.failures = trace.error_code
@@ -125,7 +125,7 @@ class _Loop:
         `lax.while_loop` needs one dtype for all rounds. A tensor has to keep its dtype; a number
         of a narrower kind is cast.
         """
-        value = leaf_value(leaf, None)
+        value = leaf_value(leaf)
         both_tensors = isinstance(leaf, torch.Tensor) and isinstance(meta, torch.Tensor)
         changed = leaf.dtype != meta.dtype if both_tensors else False
         if changed or _breadth(value) > _breadth(before):

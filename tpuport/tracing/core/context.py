@@ -64,6 +64,9 @@ class Effects:
     # How many host tensors the trace had made before, and whether one of those was written.
     made_before: int = 0
     wrote_on_host: bool = False
+    # Whether this part is one of several paths, or runs more than once while tracing: what it does
+    # to host tensors from before then belongs in the program.
+    repeats: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -294,9 +297,13 @@ class Trace:
                 effects.before[storage.serial] = (storage, storage.held, storage.version)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Effects]:
-        """Record the effects inside the block."""
-        effects = Effects(made_before=len(self.made))
+    def recording(self, *, repeats: bool = False) -> Iterator[Effects]:
+        """Record the effects inside the block.
+
+        Args:
+            repeats: Whether it is one of several paths, or may run more than once.
+        """
+        effects = Effects(made_before=len(self.made), repeats=repeats)
         self.effects.append(effects)
         self.count_regions += 1
         self.regions.append(self.count_regions)
@@ -437,8 +444,14 @@ class Trace:
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             empty: Any = torch.empty(0, dtype=tensor.dtype)
             flat = empty.set_(tensor.untyped_storage(), 0, (count,))
-            storage = Storage(jnp.asarray(backend.to_jax(flat)), self)
-            storage.stride = flat.stride()
+            with jax.ensure_compile_time_eval():
+                storage = Storage(int64.of_host(flat), None)
+            storage.stride, storage.trace = flat.stride(), self
+            # It is as old as the host tensor: foreign ones are the oldest.
+            number, _ = self.made.get(key, (-1, None))
+            for effects in self.effects:
+                if number >= effects.made_before:
+                    effects.created[storage.serial] = weakref.ref(storage)
             self.promoted[key] = (tensor, storage)
         return self.alias(tensor)  # type: ignore[return-value]
 
