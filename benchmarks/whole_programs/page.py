@@ -77,8 +77,9 @@ def page(found: dict[int, Verdict], commit: str) -> str:
         "Not generated: random numbers; writes of several values to one element without"
         " `accumulate`, and a `masked_scatter_` that reads what it writes, which PyTorch leaves"
         " undefined; integers and Python numbers of 64 bits."
-        " Not compared: gradients at NaN and infinities or where eager PyTorch's are NaN (a zero"
-        " cotangent times an infinite derivative), and what it leaves half written when it raises.",
+        " Not compared: gradients at NaN and infinities, of programs that return NaN, or where"
+        " eager PyTorch's are NaN (a zero cotangent times an infinite derivative), and what it"
+        " leaves half written when it raises.",
     ]
     return "\n".join(lines) + "\n"
 
