@@ -10,7 +10,7 @@ from tpuport.source.syntax.module import own_bindings
 from tpuport.source.syntax.statements import is_ops_call, walk_scope
 
 # Methods that change their object: of lists, dicts, sets, deques, files, tensors and modules.
-MUTATORS = frozenset(
+_CONTAINER_MUTATORS = frozenset(
     {
         "append",
         "appendleft",
@@ -25,19 +25,21 @@ MUTATORS = frozenset(
         "reverse",
         "setdefault",
         "update",
-        "write",
-        "writelines",
-        "add_module",
-        "load_state_dict",
-        "register_buffer",
-        "register_module",
-        "register_parameter",
-        "requires_grad_",
-        "backward",
         "__setitem__",
         "__setattr__",
     }
 )
+MUTATORS = _CONTAINER_MUTATORS | {
+    "write",
+    "writelines",
+    "add_module",
+    "load_state_dict",
+    "register_buffer",
+    "register_module",
+    "register_parameter",
+    "requires_grad_",
+    "backward",
+}
 EFFECT_BUILTINS = frozenset({"setattr", "delattr", "next", "print", "input"})
 _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 _NEW_BUILTINS = frozenset({"bytearray", "dict", "list", "set"})
@@ -69,8 +71,51 @@ _NEW_TORCH = frozenset(
 _NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zeros"})
 
 
+def changed_names(code: Sequence[ast.AST]) -> list[str]:
+    """Return the names whose objects code changes: `a` of `a[0] = 1`, `a.b.add_(1)` and `a.c = 1`.
+
+    While a program is traced, a branch turns such changes of its operands into results. A name that
+    the code binds to another object is none of them.
+    """
+    found: dict[str, None] = {}
+    bound: set[str] = set()
+    for node in walk_scope(code):
+        changed = _changed_object(node)
+        root = None if changed is None else _root(changed)
+        if root is not None:
+            found[root] = None
+        if not (isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)):
+            bound.update(own_bindings(node))
+    return [name for name in found if name not in bound]
+
+
+def _changed_object(node: ast.AST) -> ast.expr | None:
+    match node:
+        case (
+            ast.Attribute(ctx=ast.Store(), value=value)
+            | ast.Subscript(ctx=ast.Store(), value=value)
+        ):
+            return value
+        case ast.Call(func=ast.Attribute(value=value, attr=name)) if (
+            name in _CONTAINER_MUTATORS or (is_in_place(name) and name != "requires_grad_")
+        ):
+            return value
+        case _:
+            return None
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def refuse_effects(
-    code: Sequence[ast.AST], context: Context, *, entering: Iterable[str] = ()
+    code: Sequence[ast.AST],
+    context: Context,
+    *,
+    entering: Iterable[str] = (),
+    merged: Iterable[str] = (),
 ) -> None:
     """Raise unless code only computes values and binds names.
 
@@ -78,18 +123,32 @@ def refuse_effects(
         code: Statements or expressions that would move into a nested function.
         context: The file and what is inferred about it.
         entering: Names whose earlier value the code may use.
+        merged: Names whose objects it may change: those changes become results.
 
     Raises:
         NotFixable: the code writes to an object that other code may see, or suspends the function.
     """
-    fresh = fresh_names(code) - set(entering)
+    fresh, operands = fresh_names(code) - set(entering), set(merged)
     for node in walk_scope(code):
-        effect = _effect(node, fresh)
+        effect = None if _is_merged(node, operands) else _effect(node, fresh)
         if effect is not None:
             line = context.module.origin(node)
             raise NotFixable(
                 f"line {line} {effect}, which would happen on both sides of the branch"
             )
+
+
+def _is_merged(node: ast.AST, operands: set[str]) -> bool:
+    """Return whether all that a node does is to change operands."""
+    match node:
+        case ast.Expr(value=ast.Call() as call):
+            node = call
+        case ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target):
+            node = target
+        case _:
+            pass
+    changed = _changed_object(node)
+    return changed is not None and _root(changed) in operands
 
 
 def _effect(node: ast.AST, fresh: set[str]) -> str | None:

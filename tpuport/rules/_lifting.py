@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from tpuport.rules._effects import refuse_effects
+from tpuport.rules._effects import changed_names, refuse_effects
 from tpuport.rules._expressions import function_around
 from tpuport.source.inference.liveness import NameFlow, NameSet, surely_bound
 from tpuport.source.rewrite.finding import NotFixable
@@ -25,6 +25,7 @@ class Lift:
         ends: Whether the function around them returns right after, so that no name is read.
         after: The names read after the blocks; by default those live after `node`.
         effects: Whether the blocks still run exactly when they did, which makes effects safe.
+        merges: Whether what reads the functions merges changes of the operands.
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
@@ -43,6 +44,7 @@ class Lift:
         ends: bool = False,
         after: NameSet | None = None,
         effects: bool = False,
+        merges: bool = False,
     ) -> None:
         self.node, self.blocks, self.context, self.ends = node, blocks, context, ends
         self.flow: NameFlow = context.flow(function_around(node, context))
@@ -54,8 +56,13 @@ class Lift:
         self.outputs = [] if ends else [name for name in self.assigned if name in live]
         self._check_names()
         self.operands = self._operands()
+        self.changed = [name for b in blocks for name in changed_names(b)] if merges else []
+        for name in self.changed:
+            if name in self.bound_before and name not in self.operands:
+                self.operands.append(name)
         for block in [] if effects else blocks:
-            refuse_effects(block, context, entering=self.operands)
+            changed = set(changed_names(block)) & set(self.operands) if merges else ()
+            refuse_effects(block, context, entering=self.operands, merged=changed)
 
     def operands_argument(self) -> list[str]:
         """Return the operands as a last argument; an empty list if there are none."""

@@ -16,10 +16,12 @@ import torch
 
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, Unlike, merge
+from tpuport.tracing.control_flow.merge import Forced, Unlike, merge, shared_write
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.errors import inside_try
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor, item
 from tpuport.tracing.core.values import value_of
 
@@ -44,25 +46,27 @@ def traced_cond(
     value = truth(test)
     if not isinstance(value, jax.core.Tracer) or trace is None:
         return then(*operands) if bool(value) else orelse(*operands)
-    site = user_line()
+    site, explorer = user_line(), trace.explorer
+    if explorer is not None and site in explorer.plan.apart:
+        return then(*operands) if explorer.explore(value) else orelse(*operands)
     # A side may change a list or dict among its operands in place, and both sides are run.
     snapshot = Snapshot([operands])
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
-        explorer = trace.explorer
-        if explorer is None:
-            return lambda: function(*operands)
-        return lambda: explorer.run_inside("branch", lambda: function(*operands), [operands])
+        run = lambda: function(*operands)  # noqa: E731
+        return run if explorer is None else lambda: explorer.run_inside("branch", run, [operands])
 
-    explorer = trace.explorer
     merged = merge(
         *(trace, value, side(then), side(orelse)),
         site=site,
+        apart=lambda: shared_write(site) if explorer is None else RestartTrace(apart=site),
         snapshot=snapshot,
         explorable=explorer is not None,
     )
-    if isinstance(merged, Unlike) and explorer is not None:
-        # Such as an int against None: what follows is run once for each outcome.
+    caught = isinstance(merged, Forced) and inside_try(merged.error) is not None
+    if (caught or isinstance(merged, Unlike)) and explorer is not None:
+        # Such as an int against None, or an error that is caught after a write: what follows is run
+        # once for each outcome.
         return then(*operands) if explorer.explore(value) else orelse(*operands)
     if isinstance(merged, Forced):
         if trace.explorer is not None:

@@ -17,12 +17,13 @@ import torch
 from jax.extend.core import jaxpr_as_fun
 
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import error_here, port_error
+from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
@@ -39,6 +40,16 @@ class Forced:
     error: Exception
 
 
+def shared_write(site: str) -> PortError:
+    """Return the error for a write to a tensor that is another one on some paths only."""
+    return error_here(
+        f"a write to a tensor that the branch at {site} gives on one side, where it is the same"
+        " as a tensor from before",
+        code="TPU101",
+        remedy="give a copy of it: `.clone()`",
+    )
+
+
 @dataclass
 class Unlike:
     """The two outcomes of a branch that no single program can give, and why."""
@@ -51,7 +62,10 @@ class _Side:
     """One side of a branch, traced: what it gives and writes, or what it raises.
 
     `program` returns the arrays of the leaves (None for a plain Python number), of the storages
-    that it wrote, and of the counts of random draws that are no plain numbers.
+    that it wrote, and of the counts of random draws that are no plain numbers. `places` says where
+    among the first the array of each leaf is; None stands for the next of `given`, leaves from
+    outside with their arrays before the branch. `links` are storages that it gives, others that
+    they may be one with, and whether it returns when (the last arrays).
     """
 
     result: Any = None
@@ -66,6 +80,30 @@ class _Side:
     written: list[Storage] = field(default_factory=list)
     wide_writes: set[int] = field(default_factory=set)
     program: Callable[[], Any] = tuple
+    places: list[int | None] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+    links: list[tuple[Storage, Storage, bool]] = field(default_factory=list)
+
+    def flatten(self) -> list[Any]:
+        """Take the leaves of the result, and return the arrays of those that are new."""
+        known = {id(leaf): index for index, leaf in enumerate(self.leaves)}
+        # Which of them are one may differ between the sides.
+        leaves, self.spec = pytree.flatten(self.result, leaf=branch_leaf, shared=False)
+        places = [known.get(id(leaf)) for leaf in leaves]
+        outside = [leaf for leaf, at in zip(leaves, places, strict=True) if at is None]
+        new = [_held(leaf) for leaf in outside]
+        # Numbers have 64 bits anyway.
+        wide = iter(
+            [
+                isinstance(leaf, torch.Tensor) and int64.is_wide(value)
+                for leaf, value in zip(outside, new, strict=True)
+            ]
+        )
+        self.wide = [next(wide) if at is None else self.wide[at] for at in places]
+        self.metas = [leaf_meta(leaf) for leaf in leaves]
+        self.flows = [flow_of([v]) for v in leaves]
+        self.leaves, self.places = leaves, places
+        return new
 
 
 def merge(
@@ -75,10 +113,13 @@ def merge(
     orelse: Callable[[], Any],
     *,
     site: str,
+    apart: Refusal,
     snapshot: Snapshot | None = None,
     explorable: bool = False,
 ) -> Any:
     """Run both sides of a branch as one `lax.cond`.
+
+    `apart` makes the error for a later write to what is a tensor from outside on one side.
 
     Return `Forced` if one side raises: the caller makes the condition a check. Return `Unlike` if
     the sides differ and the branch is `explorable`: the caller explores what follows it.
@@ -98,6 +139,9 @@ def merge(
         sides.append(_traced_side(trace, thunk, snapshot))
     trace.draws = draws
     found: Any = _only_outcome(test, sides)
+    if snapshot is not None and found is None:
+        snapshot.restore()
+        _align(sides, snapshot)
     problem = None if found is not None else _check_sides(sides, site)
     if problem is not None and explorable:
         found = Unlike(problem)
@@ -112,7 +156,7 @@ def merge(
             place=site,
         )
     if found is None:
-        return _Merge(trace, sides).result(test, snapshot)
+        return _Merge(trace, sides, apart).result(test, snapshot)
     # The caller runs a side again, which makes its checks and decisions again.
     del trace.recorder.checks[checks:]
     for unit, before in known:
@@ -122,11 +166,24 @@ def merge(
     return found
 
 
+def _align(sides: list[_Side], snapshot: Snapshot) -> None:
+    """Make both sides give what either of them changed, if they differ in that."""
+    if sides[0].spec.key == sides[1].spec.key:
+        return
+    (a, ours), (b, theirs) = (side.result for side in sides)
+    sides[0].result = a, snapshot.aligned(ours, theirs)
+    sides[1].result = b, snapshot.aligned(theirs, ours)
+    for side in sides:
+        new = side.flatten()
+        outside = [leaf for leaf, at in zip(side.leaves, side.places, strict=True) if at is None]
+        side.given = list(zip(outside, new, strict=True))
+
+
 class _Merge:
     """The `lax.cond` of two sides that agree."""
 
-    def __init__(self, trace: Trace, sides: list[_Side]) -> None:
-        self.trace, self.sides = trace, sides
+    def __init__(self, trace: Trace, sides: list[_Side], apart: Refusal) -> None:
+        self.trace, self.sides, self.apart = trace, sides, apart
         a, b = sides
         self.wide = [any(pair) for pair in zip(a.wide, b.wide, strict=True)]
         self.written = list({s.serial: s for s in (*a.written, *b.written)}.values())
@@ -140,29 +197,95 @@ class _Merge:
     def result(self, test: jax.Array, snapshot: Snapshot | None) -> Any:
         """Return the result of the branch, after its writes."""
         a, b = self.sides
-        values, after, counts = jax.lax.cond(test, self._body(a), self._body(b))
+        values, after, counts, *tests = jax.lax.cond(test, self._body(a), self._body(b))
         self.trace.draws = a.draws if self.same_draws else counts
         for storage, value in zip(self.written, after, strict=True):
             storage.set(value)
-        return _rebuild_merged(self.trace, self.sides, values, snapshot)
+        leaves = _merged_leaves(self.trace, self.sides, values)
+        for side, taken, inner in zip(self.sides, (test, ~test), tests, strict=True):
+            self._link(side, leaves, taken, inner)
+        rebuilt = pytree.unflatten(a.spec, leaves)
+        if snapshot is None:
+            return rebuilt
+        result, changes = rebuilt
+        snapshot.restore()
+        snapshot.apply(changes)
+        return result
+
+    def _link(
+        self, side: _Side, leaves: list[Any], taken: jax.Array, inner: list[jax.Array]
+    ) -> None:
+        """Link the tensors that the branch gives to those that they are on one side.
+
+        Args:
+            side: the side.
+            leaves: the results of the branch.
+            taken: whether this side is taken.
+            inner: whether it is, and the two storages of each of its links are one.
+        """
+        merged_of: dict[int, Storage] = {}
+        for leaf, merged in zip(side.leaves, leaves, strict=True):
+            own = self._own_storage(leaf)
+            if leaf is merged or own is None or not isinstance(merged, TracedTensor):
+                continue
+            new, whole = merged._storage, isinstance(leaf, TracedTensor) and not leaf._chain
+            tests = [(own, taken if whole else None)]
+            tests += [
+                (other, test if whole and known else None)
+                for (one, other, known), test in zip(side.links, inner, strict=True)
+                if one is own
+            ]
+            for storage, test in tests:
+                inside = storage.serial in side.created
+                partner = merged_of.setdefault(storage.serial, new) if inside else storage
+                if partner is not new:
+                    holder = None if isinstance(leaf, TracedTensor) else leaf
+                    self.trace.shared.add(
+                        *(new, partner, test, self.trace.regions[-1], self.apart), holder=holder
+                    )
+
+    def _own_storage(self, leaf: Any) -> Storage | None:
+        """Return the storage of a tensor; of a host tensor that the trace made, a traced one."""
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TracedTensor):
+            alias = self.trace.alias(leaf)
+            if alias is None and not self.trace.is_foreign(leaf):
+                alias = self.trace.promote(leaf)
+            leaf = alias
+        return leaf._storage if isinstance(leaf, TracedTensor) else None
 
     def _body(self, side: _Side) -> Callable[[], Any]:
         metas, before = self.sides[0].metas, [s.held for s in self.written]
 
         def body() -> tuple[list[jax.Array], ...]:
-            leaves, after, traced_counts = side.program()
+            found, after, traced_counts, tests = side.program()
+            writes = dict(zip([s.serial for s in side.written], after, strict=True))
+            given = iter([_after(self.trace, leaf, held, writes) for leaf, held in side.given])
+            leaves = [next(given) if at is None else found[at] for at in side.places]
             parts = zip(side.leaves, leaves, metas, self.wide, strict=True)
             values = [_merged_value(*part) for part in parts]
-            writes = dict(zip([s.serial for s in side.written], after, strict=True))
             final = [
                 _as_wide(writes.get(s.serial, held), wide=s.serial in self.wide_writes)
                 for s, held in zip(self.written, before, strict=True)
             ]
             rest = iter(traced_counts)
             counts = [jnp.int32(c) if isinstance(c, int) else next(rest) for c in side.draws]
-            return values, final, [] if self.same_draws else counts
+            ones = [tests if s is side else [jnp.bool_(False)] * len(s.links) for s in self.sides]
+            return values, final, [] if self.same_draws else counts, *ones
 
         return body
+
+
+def _after(trace: Trace, leaf: Any, held: Any, writes: dict[int, jax.Array]) -> Any:
+    """Return the array of a tensor from outside after the writes of a side."""
+    alias = leaf if isinstance(leaf, TracedTensor) else None
+    if isinstance(leaf, torch.Tensor) and alias is None:
+        alias = trace.alias(leaf)
+    if alias is None or alias._storage.serial not in writes:
+        return held
+    value = writes[alias._storage.serial]
+    for step in alias._chain:
+        value = step.read(value)
+    return value
 
 
 def _as_wide(value: jax.Array, *, wide: bool) -> jax.Array:
@@ -221,26 +344,22 @@ def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
     return result if snapshot is None else (result, snapshot.changes())
 
 
-def _traced_side(
-    trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None
-) -> _Side:
+def _traced_side(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
     """Trace one side to a program: its result, what it writes, or the exception it raises."""
     side = _Side()
 
-    def run() -> tuple[list[Any], list[jax.Array], list[jax.Array]]:
+    def run() -> tuple[list[Any], ...]:
         values: list[Any] = []
         with trace.recording(repeats=True) as effects:
+            region = trace.regions[-1]
             try:
                 side.result = _with_changes(thunk(), snapshot)
-                side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
-                side.metas = [leaf_meta(leaf) for leaf in side.leaves]
-                side.flows = [flow_of([v]) for v in side.leaves]
-                values = [_held(leaf) for leaf in side.leaves]
-                side.wide = [_is_wide(*pair) for pair in zip(side.leaves, values, strict=True)]
+                values = side.flatten()
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError) or _OF_NUMBERS.search(str(error)):
                     raise
                 side.error = error
+        side.places = list(range(len(values)))
         side.created = effects.created
         side.written = [storage for storage, _, _ in effects.before.values()]
         side.wide_writes = {storage.serial for storage in side.written if storage.wide}
@@ -249,12 +368,25 @@ def _traced_side(
             storage.value, storage.version = value, storage.version + 1
         side.draws = trace.draws
         counts = [count for count in side.draws if not isinstance(count, int)]
-        return values, after, [jnp.asarray(count, jnp.int32) for count in counts]
+        traced_counts = [jnp.asarray(count, jnp.int32) for count in counts]
+        return values, after, traced_counts, _inner_links(trace, side, region)
 
     closed, shape = jax.make_jaxpr(run, return_shape=True)()
     program, treedef = jaxpr_as_fun(closed), jax.tree.structure(shape)
     side.program = lambda: jax.tree.unflatten(treedef, program())
     return side
+
+
+def _inner_links(trace: Trace, side: _Side, region: int) -> list[jax.Array]:
+    """Take the links of the storages that a side gives, and return their tests."""
+    tests = []
+    own = [leaf._storage for leaf in side.leaves if isinstance(leaf, TracedTensor)]
+    for storage in {s.serial: s for s in own}.values():
+        for other, link in trace.shared.of(storage):
+            known = link.test is not None and link.region in (*trace.regions, region)
+            side.links.append((storage, other, known))
+            tests.append(link.test if link.test is not None and known else jnp.bool_(False))
+    return tests
 
 
 def _held(leaf: Any) -> jax.Array | None:
@@ -267,10 +399,6 @@ def _held(leaf: Any) -> jax.Array | None:
 def leaf_meta(leaf: Any) -> Any:
     """Return what the other side has to match: a meta tensor, or the type of a number."""
     return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
-
-
-def _is_wide(leaf: Any, value: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and int64.is_wide(value)
 
 
 def leaf_value(leaf: Any) -> jax.Array:
@@ -348,27 +476,21 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] == theirs[2]
 
 
-def _rebuild_merged(
-    trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
-) -> Any:
+def _merged_leaves(trace: Trace, sides: list[_Side], values: list[jax.Array]) -> list[Any]:
     a, b = sides
     leaves: list[Any] = []
+    made: dict[tuple[int, int], Any] = {}
     for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
         one, other = a.leaves[index], b.leaves[index]
         if (one is other and _is_from_outside(one, a)) or _is_same_state(one, other):
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
             flow = max(a.flows[index], b.flows[index])
-            leaves.append(wrap(value, meta.dtype, trace=trace, flow=flow))
+            tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
+            leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)
         else:
             leaves.append(sym_numbers.number(value, meta, *_bounds(one, other)))
             trace.has_numbers = trace.dynamic = True  # as `.item()` does
-    rebuilt = pytree.unflatten(a.spec, leaves)
-    if snapshot is None:
-        return rebuilt
-    result, changes = rebuilt
-    snapshot.restore()
-    snapshot.apply(changes)
-    return result
+    return leaves

@@ -20,6 +20,7 @@ from tpuport.tracing.core import active, int64
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards
 from tpuport.tracing.core.placement import Placement
+from tpuport.tracing.core.shared_tensors import SharedTensors
 from tpuport.tracing.core.tensor import Storage, TracedTensor
 from tpuport.tracing.core.view_steps import strided_step
 
@@ -198,6 +199,7 @@ class Trace:
         # Whether a module with a remat policy runs: those inside it get no region of their own.
         self.in_remat = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
+        self.shared = SharedTensors()
         # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}
         # Arrays that represent int64 in a narrower dtype, by id. The references are weak.
@@ -275,7 +277,8 @@ class Trace:
             effects.created[storage.serial] = weakref.ref(storage)
 
     def created_number(self, node: Any) -> None:
-        """Record a new traced number."""
+        """Record a new traced number; ops look for integers among their sizes from now on."""
+        self.dynamic = self.dynamic or node.kind is int
         for effects in self.effects:
             effects.numbers.append(weakref.ref(node))
 
