@@ -209,6 +209,17 @@ def test_a_row_loop_takes_one_path():
     assert {branch.how for branch in ported.report.branches} == {"lax.cond"}
 
 
+def test_an_int_on_one_side_and_a_float_on_the_other():
+    def scaled(x: torch.Tensor, m: torch.Tensor) -> Any:
+        n = 1 if m[0] else 0.5
+        return torch.arange(3) * n if m[0] else torch.arange(3) + x[0, 0].int(), x * n
+
+    check_calls(Scenario("scaled", lambda: scaled, CALLS), by_tpuport)
+    refused = tpuport.convert(lambda x: (x, 1 if x.sum() > 0 else 0.5), verify=False)
+    with pytest.raises(tpuport.PortError, match=r"differ in .*\(.*int\) against \(.*float\)"):
+        refused(X)
+
+
 # -- generated -------------------------------------------------------------------------------------
 
 TESTS = ["m[j]", "x[j, 0] > 0", "a[j].sum() > b[j].sum()", "n > 1", "not m[j] or n == 0"]

@@ -334,10 +334,9 @@ def branch_leaf(value: Any) -> bool:
 _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def number_kind(meta: Any, other: Any = bool) -> type:
-    """Return the Python type for a number whose type differs between the sides of a branch."""
-    kinds = (_KINDS.get(meta, meta), _KINDS.get(other, other))
-    return float if float in kinds else int if int in kinds else bool
+def number_kind(meta: Any) -> type:
+    """Return the Python type of a number, traced or not, by its type."""
+    return _KINDS.get(meta, meta)
 
 
 def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
@@ -429,7 +428,9 @@ def _check_sides(sides: list[_Side], site: str) -> str | None:
                 # A Python int has 64 bits.
                 a.wide[index] = a.wide[index] or tensor.dtype is torch.int64
             else:
-                a.metas[index] = b.metas[index] = number_kind(x, y)
+                # 1 and 1.0 make different tensors.
+                a.metas[index], b.metas[index] = number_kind(x), number_kind(y)
+                same = same and a.metas[index] is b.metas[index]
     if same:
         return None
     return (
