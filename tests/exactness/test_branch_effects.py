@@ -209,6 +209,32 @@ def test_a_row_loop_takes_one_path():
     assert {branch.how for branch in ported.report.branches} == {"lax.cond"}
 
 
+def test_a_while_loop_of_no_rounds_gives_what_was_before():
+    def halved(x: torch.Tensor, m: torch.Tensor) -> Any:
+        a = x * 1
+        b = a if m[0] else x * 2
+        kept = c = x * 3
+        while a.sum() > 1:
+            a = a / 2
+            c = c
+        a += 1
+        kept += 1
+        return a, b, c, kept
+
+    def swapped(x: torch.Tensor) -> Any:
+        a, b = x * 1, x * 2
+        while a.sum() > 1:
+            a, b = b / 4, a
+        b += 1
+        return a, b
+
+    calls = ((X / 9, torch.ones(1) > 0), (X, torch.ones(1) > 0), (X / 9, torch.ones(1) > 1))
+    check_calls(Scenario("halved", lambda: halved, calls), by_tpuport)
+    with pytest.raises(tpuport.PortError, match="on some paths is the same") as error:
+        tpuport.convert(swapped, verify=False)(X)
+    assert error.value.source_line == "b += 1"
+
+
 def test_an_int_on_one_side_and_a_float_on_the_other():
     def scaled(x: torch.Tensor, m: torch.Tensor) -> Any:
         n = 1 if m[0] else 0.5

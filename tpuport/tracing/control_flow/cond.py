@@ -7,6 +7,7 @@ program, and raises at the caller when the condition holds.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,8 +54,10 @@ def traced_cond(
     snapshot = Snapshot([operands])
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
-        run = lambda: function(*operands)  # noqa: E731
-        return run if explorer is None else lambda: explorer.run_inside("branch", run, [operands])
+        def run() -> Any:
+            return function(*operands)
+
+        return run if explorer is None else partial(explorer.run_inside, "branch", run, [operands])
 
     merged = merge(
         *(trace, value, side(then), side(orelse)),

@@ -22,7 +22,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.errors import error_here, port_error
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
@@ -42,9 +42,9 @@ class Forced:
 
 def shared_write(site: str) -> PortError:
     """Return the error for a write to a tensor that is another one on some paths only."""
-    return error_here(
-        f"a write to a tensor that the branch at {site} gives on one side, where it is the same"
-        " as a tensor from before",
+    return port_error(
+        f"a write to a tensor that the branch or loop at {site} gives, which on some paths is the"
+        " same as another one",
         code="TPU101",
         remedy="give a copy of it: `.clone()`",
     )
