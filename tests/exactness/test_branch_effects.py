@@ -137,7 +137,26 @@ def a_host_tensor_or_not(x: torch.Tensor, m: torch.Tensor) -> Any:
     return y, z
 
 
-FUNCTIONS = [one_of_two, a_row_or_another, the_same_twice, a_host_tensor_or_not]
+def names_under_no_grad(x: torch.Tensor, m: torch.Tensor) -> Any:
+    a, b = x * 1, x * 2
+    c, d = x * 3, x * 4
+    with torch.no_grad():
+        if m[0]:
+            a = b
+        if m[1]:
+            c = c * 2
+        while d.sum() > 100:
+            d = d / 2
+    return a, c, d
+
+
+FUNCTIONS = [
+    names_under_no_grad,
+    one_of_two,
+    a_row_or_another,
+    the_same_twice,
+    a_host_tensor_or_not,
+]
 FUNCTIONS += [rows, views, logarithms, host_tensors, containers, caught, appended]
 
 

@@ -91,17 +91,14 @@ class _Side:
         leaves, self.spec = pytree.flatten(self.result, leaf=branch_leaf, shared=False)
         places = [known.get(id(leaf)) for leaf in leaves]
         outside = [leaf for leaf, at in zip(leaves, places, strict=True) if at is None]
-        new = [_held(leaf) for leaf in outside]
+        with torch.enable_grad():  # no_grad stops what ops make, and not what a name stands for
+            new = [_held(leaf) for leaf in outside]
+            self.flows = [flow_of([v]) for v in leaves]
         # Numbers have 64 bits anyway.
-        wide = iter(
-            [
-                isinstance(leaf, torch.Tensor) and int64.is_wide(value)
-                for leaf, value in zip(outside, new, strict=True)
-            ]
-        )
+        tensors = [isinstance(leaf, torch.Tensor) for leaf in outside]
+        wide = iter([t and int64.is_wide(v) for t, v in zip(tensors, new, strict=True)])
         self.wide = [next(wide) if at is None else self.wide[at] for at in places]
         self.metas = [leaf_meta(leaf) for leaf in leaves]
-        self.flows = [flow_of([v]) for v in leaves]
         self.leaves, self.places = leaves, places
         return new
 

@@ -23,8 +23,8 @@ from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
-from tpuport.tracing.core.tensor import SERIALS, TracedTensor, wrap
-from tpuport.tracing.core.values import flow_of
+from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, wrap
+from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
 # The values of the loop's variables, the draws of each random stream, the failed check, and whether
@@ -76,9 +76,24 @@ class _Loop:
             code="TPU104",
             remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
         )
-        result = self._variables([_forward_only(value, refusal) for value in final])
+        values = [_forward_only(value, refusal) for value in final]
+        if not torch.is_grad_enabled():
+            values = self._with_gradients(values, ran)
+        result = self._variables(values)
         self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
         return result
+
+    def _with_gradients(self, values: list[jax.Array], ran: jax.Array) -> list[jax.Array]:
+        """Give a variable under no_grad the gradient that it has if no round replaced it."""
+        with torch.enable_grad():
+            for index, leaf in enumerate(self.leaves):
+                flow = flow_of([leaf])
+                if isinstance(leaf, torch.Tensor) and flow is not Flow.STOPPED:
+                    before = value_of(leaf)
+                    kept = index in self.kept
+                    values[index] = before if kept else jnp.where(ran, values[index], before)
+                    self.flows[index] = flow
+        return values
 
     def _link(self, results: list[Any], unchanged: jax.Array) -> None:
         """Link the variables after the loop to what they were before, and to one another."""
