@@ -483,7 +483,9 @@ def _merged_leaves(trace: Trace, sides: list[_Side], values: list[jax.Array]) ->
         if (one is other and _is_from_outside(one, a)) or _is_same_state(one, other):
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
-            flow = max(a.flows[index], b.flows[index])
+            flow = max(flows := (a.flows[index], b.flows[index]))
+            if not torch.is_grad_enabled() and min(flows) is not flow:
+                flow = Flow.HIDDEN  # only one side gives what has a gradient
             tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
             leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:

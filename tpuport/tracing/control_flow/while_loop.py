@@ -92,7 +92,7 @@ class _Loop:
                     before = value_of(leaf)
                     kept = index in self.kept
                     values[index] = before if kept else jnp.where(ran, values[index], before)
-                    self.flows[index] = flow
+                    self.flows[index] = flow if kept else Flow.HIDDEN
         return values
 
     def _link(self, results: list[Any], unchanged: jax.Array) -> None:
