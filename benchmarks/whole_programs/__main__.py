@@ -1,6 +1,7 @@
 """Runs programs, prints finds as scripts, and writes docs/fuzzing.md."""
 
 import argparse
+import gc
 import json
 import os
 import tempfile
@@ -35,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1000, help="how many programs")
-    parser.add_argument("--log", type=Path, help="a file of verdicts, one a line: they are added")
+    parser.add_argument("--log", type=Path, help="a file of verdicts: adds those that it lacks")
     parser.add_argument("--minutes", type=float, default=1e9, help="end after this time")
     parser.add_argument(
         "--page", metavar="COMMIT", help="write docs/fuzzing.md from the log, as of"
@@ -48,9 +49,14 @@ def main() -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         judge = Judge(Path(folder))
+        judge.run(Maker(0).program())  # torch and jax import more when they are first used
+        gc.freeze()  # a look for the functions of a line goes through all other objects
+        known = read(options.log) if options.log is not None and options.log.exists() else {}
         for seed in range(options.start, options.start + options.count):
             if time.perf_counter() - began > 60 * options.minutes:
                 break
+            if seed in known:
+                continue
             program = Maker(seed).program()
             verdict = judge.run(program)
             if options.log is not None:

@@ -10,8 +10,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -36,7 +37,7 @@ _MOST_STEPS = 2
 # What eager PyTorch refuses because of how it computes: the result is plain.
 _OF_MEMORY = ("refer to a single memory location",)
 # Of the processor, for one program.
-_SECONDS = 4.0
+_SECONDS = 2.0
 _numbers = itertools.count()
 
 
@@ -91,11 +92,16 @@ class _TooSlow(BaseException):
 def _limited() -> Iterator[None]:
     """Raise in a program whose branches have too many paths to be worth its time."""
 
-    def give_up(*_: Any) -> None:
+    def give_up(_: int, frame: FrameType | None) -> None:
+        while frame is not None:  # half a module would stay in sys.modules
+            if frame.f_code.co_filename.startswith("<frozen importlib"):
+                return
+            frame = frame.f_back
         raise _TooSlow
 
     before = signal.signal(signal.SIGVTALRM, give_up)
-    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+    # Again and again: Python ignores what is raised in a callback of the garbage collector.
+    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS, 0.1)
     try:
         yield
     finally:
@@ -139,10 +145,12 @@ class Result:
     Attributes:
         values: the output, the arguments and the state after it, by path.
         error: what it raised.
+        outputs: where `values` are gradients, the output that they are of.
     """
 
     values: dict[str, Any]
     error: Exception | None = None
+    outputs: dict[str, Any] = field(default_factory=dict)
 
 
 class _Found(Exception):
@@ -188,7 +196,7 @@ class _Run:
         # Gradients at NaN are left out: a zero cotangent times NaN is NaN, no cotangent is zero.
         odd = call.kind in ("nan", "inf")
         if want.error is None and self.refused is None and not odd:
-            self._gradients(before, call)
+            self._gradients(before, call, want)
         have = self._port(call)
 
         def again(mode: Any) -> Result:
@@ -261,7 +269,7 @@ class _Run:
             raise self._end(kind, f"{difference.kind}: {difference}") from None
         raise self._end("rounding", str(first))
 
-    def _gradients(self, before: nn.Module, call: Call) -> None:
+    def _gradients(self, before: nn.Module, call: Call, forward: Result) -> None:
         """Compare the gradients of the parameters and of x and y."""
         # Eager refuses to write to an argument that has a gradient.
         for inputs in (True, False):
@@ -273,6 +281,9 @@ class _Run:
             if want.error is None:
                 break
         else:
+            return
+        # A `try` of the program may have caught an error of autograd's.
+        if _has_nan(want.outputs) or _differs(forward.values, want.outputs):
             return
         given = [backend.to_jax(one) for one in call.arguments()]
         if self._step_key(given, inputs=inputs) is None:
@@ -314,7 +325,7 @@ class _Run:
     def _loss(self, params: Any, floats: Any, buffers: Any, rest: Any) -> jax.Array:
         out, _ = self.ported.apply(params, buffers, jax.random.key(0), *floats, *rest)
         total = jnp.zeros(())
-        for path, one in compare.flat(out).items():
+        for path, one in compare.flat(out, "['output']").items():
             if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jnp.floating):
                 total += jnp.sum(one.astype(jnp.float32) * _weights(one.shape, path))
         return total
@@ -352,7 +363,8 @@ def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) 
             total = torch.zeros((), requires_grad=True) * 1
             # No leaves, which eager refuses to write to.
             passed = [one.clone() if one.requires_grad else one for one in given]
-            for path, one in compare.flat(module(*passed)).items():
+            outputs = compare.flat(module(*passed), "['output']")
+            for path, one in outputs.items():
                 if isinstance(one, torch.Tensor) and one.is_floating_point():
                     weights = torch.from_numpy(_weights(one.shape, path))
                     total = total + (one.float() * weights).sum()
@@ -360,9 +372,22 @@ def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) 
     except Exception as error:
         return Result({}, error)
     made = dict(zip(wanted, found, strict=True))
-    return Result(
-        {n: torch.zeros_like(wanted[n]) if g is None else held(g) for n, g in made.items()}
-    )
+    gradients = {n: torch.zeros_like(wanted[n]) if g is None else held(g) for n, g in made.items()}
+    return Result(gradients, outputs=outputs)
+
+
+def _has_nan(outputs: dict[str, Any]) -> bool:
+    tensors = [one for one in outputs.values() if isinstance(one, torch.Tensor)]
+    return any(bool(one.isnan().any()) for one in tensors)
+
+
+def _differs(forward: dict[str, Any], outputs: dict[str, Any]) -> bool:
+    """Return whether an output is not the one of a call without gradients."""
+    try:
+        compare.equal(outputs, {path: forward.get(path) for path in outputs})
+    except Difference:
+        return True
+    return False
 
 
 def _weights(shape: Any, path: str) -> np.ndarray:

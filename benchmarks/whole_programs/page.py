@@ -46,7 +46,7 @@ def page(found: dict[int, Verdict], commit: str) -> str:
         "",
         "Written by `python -m benchmarks.whole_programs --log FILE --page COMMIT`. Random modules"
         " with masks, slices, branches, loops, state and in-place writes go through `convert`."
-        " Eager PyTorch is the judge of five calls: outputs, arguments, buffers, Python state,"
+        " Eager PyTorch is the judge of three calls: outputs, arguments, buffers, Python state,"
         " what is raised, and the gradients of parameters and inputs. Later calls have hostile"
         " inputs: empty and full masks, ties, zeros, NaN, infinities, indices out of range, other"
         " sizes. What differs is compared with eager PyTorch in float64, with rounding errors put"
@@ -77,8 +77,9 @@ def page(found: dict[int, Verdict], commit: str) -> str:
         "Not generated: random numbers; writes of several values to one element without"
         " `accumulate`, and a `masked_scatter_` that reads what it writes, which PyTorch leaves"
         " undefined; integers and Python numbers of 64 bits."
-        " Not compared: gradients at NaN and infinities or where eager PyTorch's are NaN (a zero"
-        " cotangent times an infinite derivative), and what it leaves half written when it raises.",
+        " Not compared: gradients at NaN and infinities, of programs that return NaN, or where"
+        " eager PyTorch's are NaN (a zero cotangent times an infinite derivative), and what it"
+        " leaves half written when it raises.",
     ]
     return "\n".join(lines) + "\n"
 

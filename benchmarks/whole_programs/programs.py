@@ -151,9 +151,9 @@ class Maker:
         """Return the program."""
         draw = self.random
         self._return = draw.choice(grammar.RETURNS)
-        body = [self._statement(2) for _ in range(draw.choice((1, 2, 2, 3, 3, 4)))]
+        body = [self._statement(2) for _ in range(draw.choice((1, 1, 2, 2, 3)))]
         kinds = ["ordinary" if draw.random() < 0.8 else draw.choice(HOSTILE)]
-        kinds += draw.sample(HOSTILE, 4)
+        kinds += draw.sample(HOSTILE, 2)
         if draw.random() < 0.8:  # each size compiles one more program
             kinds = ["none" if kind == "rows" else kind for kind in kinds]
         calls = [Call(kind, draw.randrange(10**6)) for kind in kinds]

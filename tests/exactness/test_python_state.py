@@ -100,8 +100,9 @@ def test_python_flag_that_alternates():
 def test_python_list_that_grows_is_refused():
     ported = by_tpuport(Recording())
     message = r"'history'.*changes on every call(.|\n)*What to do: register it as a buffer"
-    with pytest.raises(PortError, match=message):
+    with pytest.raises(PortError, match=message) as error:
         _ = [ported(normal(4, 3, seed=seed)) for seed in range(8)]
+    assert "self.history.append(" in (error.value.source_line or "")
 
 
 def test_python_attribute_holds_a_value_and_no_tracer():

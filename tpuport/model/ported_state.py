@@ -15,6 +15,7 @@ from tpuport.foundation.interop import backend, shared_memory
 from tpuport.foundation.patching.shim import find_shims
 from tpuport.foundation.pytree.clone import clone_module, parameter_like
 from tpuport.model import weights
+from tpuport.model.attribute_place import attribute_place
 from tpuport.model.module_edits import ModuleEdits, alias
 from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
@@ -350,7 +351,10 @@ class PortedState:
             repeated = (name, compiled.signature.method, compiled.signature.key[:2])
             self._same_changes[repeated] = self._same_changes.get(repeated, 0) + 1
             if self._same_changes[repeated] >= _SAME_STATE_LIMIT:
-                raise _changes_each_time(name, is_hook=name not in changes.owners)
+                owner = changes.owners.get(name)
+                if owner is None:
+                    raise _hooks_change_each_time(name)
+                raise _changes_each_time(name, self._module.get_submodule(owner[0]), owner[1])
             if name in changes.numbers:
                 self._tracer.numbers.add(name)
                 continue
@@ -427,17 +431,23 @@ class PortedState:
         self.buffers[name] = exact_value(value)
 
 
-def _changes_each_time(name: str, *, is_hook: bool) -> PortError:
-    if is_hook:
-        return PortError(
-            f"{name} change on every call, so every call is compiled again",
-            code="TPU405",
-            remedy="take hooks off at the end of the call that puts them on (handle.remove())",
-        )
+def _hooks_change_each_time(name: str) -> PortError:
+    return PortError(
+        f"{name} change on every call, so every call is compiled again",
+        code="TPU405",
+        remedy="take hooks off at the end of the call that puts them on (handle.remove())",
+    )
+
+
+def _changes_each_time(name: str, owner: torch.nn.Module, attribute: str) -> PortError:
+    place = attribute_place(owner, attribute)
     return PortError(
         f"the Python attribute {name!r} of the module changes on every call, so every call is"
         " compiled again",
         code="TPU405",
+        file=None if place is None else place.file,
+        line=None if place is None else place.line,
+        source_line=None if place is None else place.source,
         remedy="register it as a buffer (self.register_buffer(name, torch.zeros(()))) and update"
         " that",
     )

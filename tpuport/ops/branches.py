@@ -14,7 +14,6 @@ def cond(
     then: Callable[..., Any],
     orelse: Callable[..., Any],
     operands: tuple[Any, ...] = (),
-    written: tuple[Any, ...] = (),
 ) -> Any:
     """Return `then(*operands) if test else orelse(*operands)`.
 
@@ -23,7 +22,6 @@ def cond(
         then: Function called with the operands if the test is true.
         orelse: Function called with the operands if the test is false.
         operands: The variables that a branch may change.
-        written: Other objects that a branch writes to.
 
     Returns:
         The result of the branch that is taken. Under a traced test both branches are traced and
@@ -36,7 +34,7 @@ def cond(
             return plain_cond(test, then, orelse, operands)
         from tpuport.tracing.control_flow.cond import traced_cond
 
-        return traced_cond(test, then, orelse, operands, written)
+        return traced_cond(test, then, orelse, operands)
     return then(*operands) if test else orelse(*operands)
 
 

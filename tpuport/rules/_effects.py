@@ -10,7 +10,7 @@ from tpuport.source.syntax.module import own_bindings
 from tpuport.source.syntax.statements import is_ops_call, walk_scope
 
 # Methods that change their object: of lists, dicts, sets, deques, files, tensors and modules.
-MUTATORS = frozenset(
+_CONTAINER_MUTATORS = frozenset(
     {
         "append",
         "appendleft",
@@ -25,19 +25,21 @@ MUTATORS = frozenset(
         "reverse",
         "setdefault",
         "update",
-        "write",
-        "writelines",
-        "add_module",
-        "load_state_dict",
-        "register_buffer",
-        "register_module",
-        "register_parameter",
-        "requires_grad_",
-        "backward",
         "__setitem__",
         "__setattr__",
     }
 )
+MUTATORS = _CONTAINER_MUTATORS | {
+    "write",
+    "writelines",
+    "add_module",
+    "load_state_dict",
+    "register_buffer",
+    "register_module",
+    "register_parameter",
+    "requires_grad_",
+    "backward",
+}
 EFFECT_BUILTINS = frozenset({"setattr", "delattr", "next", "print", "input"})
 _SUSPENDING = (ast.Yield, ast.YieldFrom, ast.Await, ast.AsyncFor, ast.AsyncWith)
 _NEW_BUILTINS = frozenset({"bytearray", "dict", "list", "set"})
@@ -69,12 +71,61 @@ _NEW_TORCH = frozenset(
 _NEW_METHODS = frozenset({"clone", "new_empty", "new_full", "new_ones", "new_zeros"})
 
 
+def changed_names(code: Sequence[ast.AST]) -> list[str]:
+    """Return the names whose objects code changes: `a` of `a[0] = 1`, `a.b.add_(1)` and `a.c = 1`.
+
+    While a program is traced, a branch turns such changes of its operands into results. A name that
+    the code binds to another object is none of them.
+    """
+    found: dict[str, None] = {}
+    bound: set[str] = set()
+    for node in walk_scope(code):
+        found.update(dict.fromkeys(_operands(node)))
+        changed = _changed_object(node)
+        root = None if changed is None else _root(changed)
+        if root is not None:
+            found[root] = None
+        if not (isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)):
+            bound.update(own_bindings(node))
+    return [name for name in found if name not in bound]
+
+
+def _operands(node: ast.AST) -> list[str]:
+    """Return the operands of a call of `tpuport.ops`, which its functions may change."""
+    match node:
+        case ast.Call(args=[*_, ast.Tuple(elts=operands)]) if is_ops_call(node):
+            return [part.id for part in operands if isinstance(part, ast.Name)]
+        case _:
+            return []
+
+
+def _changed_object(node: ast.AST) -> ast.expr | None:
+    match node:
+        case (
+            ast.Attribute(ctx=ast.Store(), value=value)
+            | ast.Subscript(ctx=ast.Store(), value=value)
+        ):
+            return value
+        case ast.Call(func=ast.Attribute(value=value, attr=name)) if (
+            name in _CONTAINER_MUTATORS or (is_in_place(name) and name != "requires_grad_")
+        ):
+            return value
+        case _:
+            return None
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 def refuse_effects(
     code: Sequence[ast.AST],
     context: Context,
     *,
     entering: Iterable[str] = (),
-    written: Iterable[str] = (),
+    merged: Iterable[str] = (),
 ) -> None:
     """Raise unless code only computes values and binds names.
 
@@ -82,15 +133,14 @@ def refuse_effects(
         code: Statements or expressions that would move into a nested function.
         context: The file and what is inferred about it.
         entering: Names whose earlier value the code may use.
-        written: Names whose objects the code may write to.
+        merged: Names whose objects it may change: those changes become results.
 
     Raises:
         NotFixable: the code writes to an object that other code may see, or suspends the function.
     """
-    fresh, allowed = fresh_names(code) - set(entering), set(written)
+    fresh, operands = fresh_names(code) - set(entering), set(merged)
     for node in walk_scope(code):
-        is_allowed = not allowed.isdisjoint(written_names(node))
-        effect = None if is_allowed else _effect(node, fresh)
+        effect = None if _is_merged(node, operands) else _effect(node, fresh)
         if effect is not None:
             line = context.module.origin(node)
             raise NotFixable(
@@ -98,26 +148,17 @@ def refuse_effects(
             )
 
 
-def written_names(node: ast.AST) -> list[str]:
-    """Return the names whose objects a node writes to: `x` of `x[i] += y` and of `x.add_(y)`.
-
-    None of a node that does anything else, such as `x.append(y)`. Of a call of `tpuport.ops` they
-    are its operands, which its functions may write to.
-    """
+def _is_merged(node: ast.AST, operands: set[str]) -> bool:
+    """Return whether all that a node does is to change operands."""
     match node:
-        case ast.Subscript(ctx=ast.Store(), value=ast.Name(id=name)):
-            return [name]
-        case ast.AugAssign(target=ast.Subscript(value=ast.Name(id=name))):
-            return [name]
-        case ast.Call(args=[*_, ast.Tuple(elts=operands)]) if is_ops_call(node):
-            return [part.id for part in operands if isinstance(part, ast.Name)]
-        case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr), keywords=keywords):
-            plain = is_in_place(attr, but=MUTATORS) and all(k.arg != "out" for k in keywords)
-            return [name] if plain else []
         case ast.Expr(value=ast.Call() as call):
-            return written_names(call)
+            node = call
+        case ast.AugAssign(target=ast.Attribute() | ast.Subscript() as target):
+            node = target
         case _:
-            return []
+            pass
+    changed = _changed_object(node)
+    return changed is not None and _root(changed) in operands
 
 
 def _effect(node: ast.AST, fresh: set[str]) -> str | None:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from tpuport.rules._effects import refuse_effects, written_names
+from tpuport.rules._effects import changed_names, refuse_effects
 from tpuport.rules._expressions import function_around
 from tpuport.source.inference.liveness import NOTHING, NameFlow, NameSet, surely_bound
 from tpuport.source.rewrite.finding import NotFixable
@@ -26,12 +26,12 @@ class Lift:
         after: The names read after the blocks; by default those live after `node`.
         effects: Whether the blocks still run exactly when they did, which makes effects safe.
         given: Names that are parameters of the functions anyway.
-        writes: Whether a block may write to the object of a name, as `x[i] += y` does.
+        merges: Whether what reads the functions merges changes of the operands.
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
         operands: Names whose earlier value a block needs, which become its parameters.
-        written: Names of other objects that a block writes to.
+        written: Names of objects from before that a block changes, with `merges`.
 
     Raises:
         NotFixable: a block would behave differently in a function.
@@ -47,7 +47,7 @@ class Lift:
         after: NameSet | None = None,
         effects: bool = False,
         given: NameSet = NOTHING,
-        writes: bool = False,
+        merges: bool = False,
     ) -> None:
         self.node, self.blocks, self.context, self.ends = node, blocks, context, ends
         self.flow: NameFlow = context.flow(function_around(node, context))
@@ -59,23 +59,17 @@ class Lift:
         self.outputs = [] if ends else [name for name in self.assigned if name in live]
         self._check_names()
         self.operands = self._operands(given)
-        self.written = self._written() if writes else []
+        changed = [name for b in blocks for name in changed_names(b)] if merges else []
+        known = [name for name in dict.fromkeys(changed) if name in self.bound_before]
+        self.operands += [name for name in known if name not in self.operands]
+        self.written = [name for name in known if name not in (*self.assigned, *self.flow.declared)]
         for block in [] if effects else blocks:
-            refuse_effects(block, context, entering=self.operands, written=self.written)
+            merged = set(changed_names(block)) & set(self.operands) if merges else ()
+            refuse_effects(block, context, entering=self.operands, merged=merged)
 
-    def last_arguments(self) -> list[str]:
-        """Return the operands and the written objects as arguments, without those at the end that
-        are empty.
-        """
-        found = [as_tuple(self.operands)] if self.operands or self.written else []
-        return [*found, as_tuple(self.written)] if self.written else found
-
-    def _written(self) -> list[str]:
-        """Return the names of objects from before the blocks that these write to."""
-        nodes = [node for block in self.blocks for node in walk_scope(block)]
-        found = dict.fromkeys(name for node in nodes for name in written_names(node))
-        known = self.bound_before - set(self.assigned) - self.flow.declared
-        return [name for name in found if name in known]
+    def operands_argument(self) -> list[str]:
+        """Return the operands as a last argument; an empty list if there are none."""
+        return [as_tuple(self.operands)] if self.operands else []
 
     def _operands(self, given: NameSet) -> list[str]:
         needed: set[str] = set()

@@ -31,9 +31,9 @@ class TensorBranch(Rule):
     The fix is exact in eager PyTorch: order of evaluation, short circuits, exceptions and bindings
     stay. One thing differs: reading a variable that was never bound raises `NameError`, no longer
     its subclass `UnboundLocalError`. There is no fix where a side writes to an object that others
-    see, where a name is bound on one side only and read later, or where control leaves the branch
-    by `break`, `yield` or a `return` on some paths only. `convert` also takes sides that write to
-    the tensor of a name (`y[rows] += z`, `y.add_(z)`): its trace carries such writes out.
+    see (a trace that rewrites the function has one: it merges what the sides change), where a name
+    is bound on one side only and read later, or where control leaves the branch by `break`, `yield`
+    or a `return` on some paths only.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
@@ -338,13 +338,12 @@ class _BranchFix:
         layout, expressions = self.layout, Expressions(self.context)
         sides = self._sides()
         blocks = [[s for block in side for s in block.statements] for side in sides]
+        # While a program is traced, a branch makes results of what its sides change.
+        live = self.context.imports_inside
         lift = Lift(
-            *(self.node, blocks, self.context),
-            ends=self.ends,
-            after=self.after,
-            writes=self.context.is_live,
+            *(self.node, blocks, self.context), ends=self.ends, after=self.after, merges=live
         )
-        if not self.ends and not lift.outputs and not lift.written:
+        if not (self.ends or lift.outputs or live):
             raise NotFixable("neither side binds a name that is read later")
         result = ", ".join(lift.outputs)
         last = layout.line(f"return {result}", layout.inner) if result else None
@@ -353,9 +352,9 @@ class _BranchFix:
             layout.function(name, lift.operands, *(block.at(layout.inner) for block in side), last)
             for name, side in zip(names, sides, strict=True)
         ]
-        arguments = [expressions.truth(self.node.test), *names, *lift.last_arguments()]
-        bound = f"{result} = " if result else ""
-        call = layout.call("return " if self.ends else bound, f"{OPS}.cond", arguments)
+        arguments = [expressions.truth(self.node.test), *names, *lift.operands_argument()]
+        start = "return " if self.ends else f"{result} = " if result else ""
+        call = layout.call(start, f"{OPS}.cond", arguments)
         return layout.edit([*functions, call], expressions, gap=True)
 
     def _sides(self) -> tuple[list[StatementBlock], list[StatementBlock]]:

@@ -3,6 +3,7 @@
 import ast
 
 from tpuport.rules._blocks import Layout
+from tpuport.rules._effects import refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift
 from tpuport.rules._reports import ends_in_raise, is_log, is_report, leading_logs
@@ -259,6 +260,8 @@ class _CheckFix:
         lift = Lift(self.node, [statements], self.context, ends=True, effects=True)
         if lift.operands:
             raise NotFixable(f"it changes {lift.operands[0]} before it raises")
+        # The function runs while the program is traced, for the error that it raises.
+        refuse_effects([one for one in statements if not is_log(one)], self.context)
         name = self.context.module.fresh_name(
             self.node, "fail" if _verb(last) == "check" else "log"
         )

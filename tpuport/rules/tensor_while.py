@@ -202,7 +202,7 @@ def _for_edit(node: ast.For, context: Context) -> Edit:
     after = flow.after[node] | flow.after[node.body[-1]]
     if read := given & after:
         raise NotFixable(f"{min(read)} is read after the loop")
-    lift = Lift(node, [node.body], context, after=after, given=given, writes=True)
+    lift = Lift(node, [node.body], context, after=after, given=given, merges=True)
     for name in lift.outputs:
         if name not in lift.bound_before:
             raise NotFixable(f"{name} may be unbound before the loop")

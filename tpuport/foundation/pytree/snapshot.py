@@ -38,6 +38,17 @@ class Snapshot:
         """Return what has changed since the snapshot, to compare or apply it."""
         return [_changes(before, children(value)) for value, before in self.saved]
 
+    def aligned(self, changes: list[Any], others: list[Any]) -> list[Any]:
+        """Return changes with those of `others` that they lack, which keep what was there before.
+
+        Two paths of a program then give the same items.
+        """
+        pairs = zip(self.saved, changes, others, strict=True)
+        return [
+            change if other is None else _aligned(before, change, other)
+            for (_, before), change, other in pairs
+        ]
+
     def apply(self, changes: list[Any]) -> None:
         """Apply changes that `changes` returned."""
         for (value, _), change in zip(self.saved, changes, strict=True):
@@ -62,6 +73,21 @@ def _changes(before: Children, now: Children) -> Any:
     if now.keys is None:
         elements = set(now.parts) if issubclass(now.kind, set) else now.parts
     return elements, _changed(_items(before), _items(now)), _changed(before.held, now.held)
+
+
+def _aligned(before: Children, change: Any, other: Any) -> Any:
+    elements, items, held = change or (None, ({}, []), ({}, []))
+    if elements is None and other[0] is not None:
+        elements = set(before.parts) if issubclass(before.kind, set) else before.parts
+    return elements, _kept(_items(before), items, other[1]), _kept(before.held, held, other[2])
+
+
+def _kept(before: dict[Any, Any], change: Any, other: Any) -> tuple[dict[Any, Any], list[Any]]:
+    changed, gone = change
+    same = {key: before[key] for key in other[0] if key in before and key not in gone}
+    all_of_them = same | changed
+    order = dict.fromkeys([*(key for key in before if key in all_of_them), *all_of_them])
+    return {key: all_of_them[key] for key in order}, gone
 
 
 def _items(content: Children) -> dict[Any, Any]:

@@ -53,11 +53,14 @@ class Flattener:
         leaf: Returns whether a value is a leaf.
         objects: Flatten plain objects and numpy arrays without tensors too, so that the
             rebuilt structure shares nothing that a call could change.
+        shared: Whether a tensor that is held twice is one leaf.
     """
 
-    def __init__(self, leaf: Callable[[Any], bool], *, objects: bool = False) -> None:
+    def __init__(
+        self, leaf: Callable[[Any], bool], *, objects: bool = False, shared: bool = True
+    ) -> None:
         self.leaf = leaf
-        self.objects = objects
+        self.objects, self.shared = objects, shared
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         self.seen: dict[int, tuple[str, int]] = {}
@@ -69,7 +72,7 @@ class Flattener:
         """Return the (node, key) of a value."""
         if self.leaf(value):
             # Number leaves have no identity: two equal ones are two leaves.
-            shared = is_leaf(value)
+            shared = self.shared and is_leaf(value)
             known = self.seen.get(id(value)) if shared else None
             if known is None:
                 known = ("leaf", len(self.leaves))
@@ -170,15 +173,17 @@ def flatten(
     leaf: Callable[[Any], bool] = is_leaf,
     path: str = "",
     objects: bool = False,
+    shared: bool = True,
 ) -> tuple[list[Any], TreeSpec]:
     """Flatten any structure into leaves and a `TreeSpec`.
 
     Returns:
-        The leaves in order of first appearance (a tensor held twice is one leaf), and the
-        `TreeSpec` that puts them back.
+        The leaves in order of first appearance (if `shared`, a tensor held twice is one leaf), and
+        the `TreeSpec` that puts them back.
     """
-    leaves, spec, _ = flatten_with_paths(value, leaf=leaf, path=path, objects=objects)
-    return leaves, spec
+    flattener = Flattener(leaf, objects=objects, shared=shared)
+    node, key = flattener.visit(value, path)
+    return flattener.leaves, TreeSpec(node, key, flattener.keep, flattener.containers)
 
 
 def flatten_with_paths(

@@ -9,6 +9,7 @@ program, and raises at the caller when the condition holds.
 import builtins
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -24,21 +25,19 @@ from tpuport.tracing.control_flow.merge import (
     Unlike,
     is_of_numbers,
     merge,
-    promote_all,
+    shared_write,
 )
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import Trace, current
+from tpuport.tracing.core.errors import inside_try
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor, item
 from tpuport.tracing.core.values import value_of
 
 
 def traced_cond(
-    test: Any,
-    then: Callable[..., Any],
-    orelse: Callable[..., Any],
-    operands: tuple[Any, ...],
-    written: tuple[Any, ...] = (),
+    test: Any, then: Callable[..., Any], orelse: Callable[..., Any], operands: tuple[Any, ...]
 ) -> Any:
     """Return `then(*operands)` if the traced `test` holds, else `orelse(*operands)`.
 
@@ -49,7 +48,6 @@ def traced_cond(
         then: called with the operands; may write to tensors, may raise.
         orelse: likewise.
         operands: any values.
-        written: other objects that a side writes to.
 
     Returns:
         What the side that holds returns; both must agree in structure, shapes and dtypes.
@@ -58,27 +56,29 @@ def traced_cond(
     value = truth(test)
     if not isinstance(value, jax.core.Tracer) or trace is None:
         return then(*operands) if bool(value) else orelse(*operands)
-    site = user_line()
+    site, explorer = user_line(), trace.explorer
+    if explorer is not None and site in explorer.plan.apart:
+        return then(*operands) if explorer.explore(value) else orelse(*operands)
     # A side may change a list or dict among its operands in place, and both sides are run.
-    roots = [operands, written]
-    snapshot = Snapshot(roots)
-    promote_all(trace, written)
+    snapshot = Snapshot([operands])
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
-        explorer = trace.explorer
-        if explorer is None:
-            return lambda: function(*operands)
-        return lambda: explorer.run_inside("branch", lambda: function(*operands), roots)
+        def run() -> Any:
+            return function(*operands)
 
-    explorer = trace.explorer
+        return run if explorer is None else partial(explorer.run_inside, "branch", run, [operands])
+
     merged = merge(
         *(trace, value, side(then), side(orelse)),
         site=site,
+        apart=lambda: shared_write(site) if explorer is None else RestartTrace(apart=site),
         snapshot=snapshot,
         explorable=explorer is not None,
     )
-    if isinstance(merged, Unlike) and explorer is not None:
-        # Such as an int against None: what follows is run once for each outcome.
+    caught = isinstance(merged, Forced) and inside_try(merged.error) is not None
+    if (caught or isinstance(merged, Unlike)) and explorer is not None:
+        # Such as an int against None, or an error that is caught after a write: what follows is run
+        # once for each outcome.
         return then(*operands) if explorer.explore(value) else orelse(*operands)
     if isinstance(merged, Forced):
         if trace.explorer is not None:

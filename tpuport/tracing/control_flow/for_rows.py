@@ -17,7 +17,7 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, Unlike, merge, promote_all
+from tpuport.tracing.control_flow.merge import Forced, Unlike, merge, shared_write
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -46,7 +46,6 @@ def traced_for(
         for row in tensor:
             operands = body(row, *operands)
         return operands
-    promote_all(trace, written)
     reached = [written, *_reached(body)]
     for row, is_present in _rounds(tensor):
         run = functools.partial(body, row.tolist()) if is_list else _keeping(row, body)
@@ -115,6 +114,7 @@ def _round(
     merged = merge(
         *(trace, is_present, run, lambda: operands),
         site=site,
+        apart=lambda: shared_write(site),
         snapshot=snapshot,
         explorable=True,
     )

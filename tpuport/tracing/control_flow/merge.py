@@ -1,30 +1,33 @@
 """Two sides of a branch as one `lax.cond`: their results, what they write and what they raise.
 
-Each side is run abstractly first, to see whether the two agree in structure, shapes and dtypes. If
-a side raises, the condition becomes a check and the other side is the program.
+Each side is traced once, to a program of its own. Where the two agree in structure, shapes and
+dtypes, those programs become the branches of the cond. If a side raises, the condition becomes a
+check and the other side is the program.
 """
 
 import math
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.extend.core import jaxpr_as_fun
 
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_places
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.regions import Body, narrow, rebind
-from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of, wrap
+from tpuport.tracing.core.regions import rebind
+from tpuport.tracing.core.shared_tensors import Refusal
+from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
 
@@ -37,6 +40,16 @@ class Forced:
     error: Exception
 
 
+def shared_write(site: str) -> PortError:
+    """Return the error for a write to a tensor that is another one on some paths only."""
+    return port_error(
+        f"a write to a tensor that the branch or loop at {site} gives, which on some paths is the"
+        " same as another one",
+        code="TPU101",
+        remedy="give a copy of it: `.clone()`",
+    )
+
+
 @dataclass
 class Unlike:
     """The two outcomes of a branch that no single program can give, and why."""
@@ -46,16 +59,50 @@ class Unlike:
 
 @dataclass
 class _Side:
+    """One side of a branch, traced: what it gives and writes, or what it raises.
+
+    `program` returns the arrays of the leaves (None for a plain Python number), of the storages
+    that it wrote, of the tensors that it rebound by `x.data = y`, and of the counts of random draws
+    that are no plain numbers. `places` says where among the first the array of each leaf is; None
+    stands for the next of `given`, leaves from outside with their arrays before the branch. `links`
+    are storages that it gives, others that they may be one with, and whether it returns when (the
+    last arrays).
+    """
+
     result: Any = None
     error: Exception | None = None
     leaves: list[Any] = field(default_factory=list)
     spec: Any = None
-    body: Body | None = None
     metas: list[Any] = field(default_factory=list)
     flows: list[Flow] = field(default_factory=list)
     wide: list[bool] = field(default_factory=list)
     draws: list[Any] = field(default_factory=list)
     created: Collection[int] = ()
+    written: list[Storage] = field(default_factory=list)
+    wide_writes: set[int] = field(default_factory=set)
+    rebound: list[TracedTensor] = field(default_factory=list)
+    program: Callable[[], Any] = tuple
+    places: list[int | None] = field(default_factory=list)
+    given: list[Any] = field(default_factory=list)
+    links: list[tuple[Storage, Storage, bool]] = field(default_factory=list)
+
+    def flatten(self) -> list[Any]:
+        """Take the leaves of the result, and return the arrays of those that are new."""
+        known = {id(leaf): index for index, leaf in enumerate(self.leaves)}
+        # Which of them are one may differ between the sides.
+        leaves, self.spec = pytree.flatten(self.result, leaf=branch_leaf, shared=False)
+        places = [known.get(id(leaf)) for leaf in leaves]
+        outside = [leaf for leaf, at in zip(leaves, places, strict=True) if at is None]
+        with torch.enable_grad():  # no_grad stops what ops make, and not what a name stands for
+            new = [_held(leaf) for leaf in outside]
+            self.flows = [flow_of([v]) for v in leaves]
+        # Numbers have 64 bits anyway.
+        tensors = [isinstance(leaf, torch.Tensor) for leaf in outside]
+        wide = iter([t and int64.is_wide(v) for t, v in zip(tensors, new, strict=True)])
+        self.wide = [next(wide) if at is None else self.wide[at] for at in places]
+        self.metas = [leaf_meta(leaf) for leaf in leaves]
+        self.leaves, self.places = leaves, places
+        return new
 
 
 def merge(
@@ -65,10 +112,13 @@ def merge(
     orelse: Callable[[], Any],
     *,
     site: str,
+    apart: Refusal,
     snapshot: Snapshot | None = None,
     explorable: bool = False,
 ) -> Any:
     """Run both sides of a branch as one `lax.cond`.
+
+    `apart` makes the error for a later write to what is a tensor from outside on one side.
 
     Return `Forced` if one side raises: the caller makes the condition a check. Return `Unlike` if
     the sides differ and the branch is `explorable`: the caller explores what follows it.
@@ -77,19 +127,24 @@ def merge(
         PortError: the sides differ in structure, shape, dtype or Python values.
     """
     test = jnp.reshape(test, ()).astype(bool)
-    draws = trace.draws
-    sides = _discover_sides(trace, (then, orelse), snapshot)
-    trace.draws = draws
-    forced = _only_outcome(test, sides)
-    if forced is not None:
-        return forced
-    written, moved = _written_union(sides), _rebound_union(sides)
-    problem = _check_sides(sides, site)
-    if problem is not None and explorable:
+    draws, checks = trace.draws, len(trace.recorder.checks)
+    units = trace.explorer.units if trace.explorer is not None else []
+    known = [(unit, dict(unit.known)) for unit in units]
+    sides = []
+    for thunk in (then, orelse):
         if snapshot is not None:
             snapshot.restore()
-        return Unlike(problem)
-    if problem is not None:
+        trace.draws = draws
+        sides.append(_traced_side(trace, thunk, snapshot))
+    trace.draws = draws
+    found: Any = _only_outcome(test, sides)
+    if snapshot is not None and found is None:
+        snapshot.restore()
+        _align(sides, snapshot)
+    problem = None if found is not None else _check_sides(sides, site)
+    if problem is not None and explorable:
+        found = Unlike(problem)
+    if problem is not None and found is None:
         raise port_error(
             problem,
             code="TPU101",
@@ -99,68 +154,169 @@ def merge(
             ),
             place=site,
         )
-    # If the sides draw different numbers of times, how often the program drew depends on the side:
-    # the counts become results of the cond.
-    same_draws = all(isinstance(c, int) for c in sides[0].draws) and (
-        sides[0].draws == sides[1].draws
-    )
+    if found is None:
+        return _Merge(trace, sides, apart).result(test, snapshot)
+    # The caller runs a side again, which makes its checks and decisions again.
+    del trace.recorder.checks[checks:]
+    for unit, before in known:
+        unit.known = before
+    if snapshot is not None:
+        snapshot.restore()
+    return found
 
-    wide = [any(pair) for pair in zip(sides[0].wide, sides[1].wide, strict=True)]
 
-    def run(thunk: Callable[[], Any]) -> Callable[[], tuple[list[jax.Array], ...]]:
+def _align(sides: list[_Side], snapshot: Snapshot) -> None:
+    """Make both sides give what either of them changed, if they differ in that."""
+    if sides[0].spec.key == sides[1].spec.key:
+        return
+    (a, ours), (b, theirs) = (side.result for side in sides)
+    sides[0].result = a, snapshot.aligned(ours, theirs)
+    sides[1].result = b, snapshot.aligned(theirs, ours)
+    for side in sides:
+        new = side.flatten()
+        outside = [leaf for leaf, at in zip(side.leaves, side.places, strict=True) if at is None]
+        side.given = list(zip(outside, new, strict=True))
+
+
+class _Merge:
+    """The `lax.cond` of two sides that agree."""
+
+    def __init__(self, trace: Trace, sides: list[_Side], apart: Refusal) -> None:
+        self.trace, self.sides, self.apart = trace, sides, apart
+        a, b = sides
+        self.wide = [any(pair) for pair in zip(a.wide, b.wide, strict=True)]
+        self.written = list({s.serial: s for s in (*a.written, *b.written)}.values())
+        # A storage that holds 64 bits on one side, or before, holds them after the branch.
+        self.wide_writes = a.wide_writes | b.wide_writes
+        self.wide_writes |= {s.serial for s in self.written if s.wide}
+        self.rebound = list({id(t): t for t in (*a.rebound, *b.rebound)}.values())
+        # If the sides draw different numbers of times, how often the program drew depends on the
+        # side: the counts become results of the cond.
+        self.same_draws = all(isinstance(c, int) for c in a.draws) and a.draws == b.draws
+
+    def result(self, test: jax.Array, snapshot: Snapshot | None) -> Any:
+        """Return the result of the branch, after its writes."""
+        a, b = self.sides
+        values, after, counts, *tests = jax.lax.cond(test, self._body(a), self._body(b))
+        self.trace.draws = a.draws if self.same_draws else counts
+        count = len(self.written)
+        for storage, value in zip(self.written, after[:count], strict=True):
+            storage.set(value)
+        for tensor, value in zip(self.rebound, after[count:], strict=True):
+            rebind(self.trace, tensor, value)
+        leaves = _merged_leaves(self.trace, self.sides, values)
+        for side, taken, inner in zip(self.sides, (test, ~test), tests, strict=True):
+            self._link(side, leaves, taken, inner)
+        rebuilt = pytree.unflatten(a.spec, leaves)
+        if snapshot is None:
+            return rebuilt
+        result, changes = rebuilt
+        snapshot.restore()
+        snapshot.apply(changes)
+        return result
+
+    def _link(
+        self, side: _Side, leaves: list[Any], taken: jax.Array, inner: list[jax.Array]
+    ) -> None:
+        """Link the tensors that the branch gives to those that they are on one side.
+
+        Args:
+            side: the side.
+            leaves: the results of the branch.
+            taken: whether this side is taken.
+            inner: whether it is, and the two storages of each of its links are one.
+        """
+        merged_of: dict[int, Storage] = {}
+        for leaf, merged in zip(side.leaves, leaves, strict=True):
+            own = self._own_storage(leaf)
+            if leaf is merged or own is None or not isinstance(merged, TracedTensor):
+                continue
+            new, whole = merged._storage, isinstance(leaf, TracedTensor) and not leaf._chain
+            tests = [(own, taken if whole else None)]
+            tests += [
+                (other, test if whole and known else None)
+                for (one, other, known), test in zip(side.links, inner, strict=True)
+                if one is own
+            ]
+            for storage, test in tests:
+                inside = storage.serial in side.created
+                partner = merged_of.setdefault(storage.serial, new) if inside else storage
+                if partner is not new:
+                    holder = None if isinstance(leaf, TracedTensor) else leaf
+                    self.trace.shared.add(
+                        *(new, partner, test, self.trace.regions[-1], self.apart), holder=holder
+                    )
+
+    def _own_storage(self, leaf: Any) -> Storage | None:
+        """Return the storage of a tensor; of a host tensor that the trace made, a traced one."""
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TracedTensor):
+            alias = self.trace.alias(leaf)
+            if alias is None and not self.trace.is_foreign(leaf):
+                alias = self.trace.promote(leaf)
+            leaf = alias
+        return leaf._storage if isinstance(leaf, TracedTensor) else None
+
+    def _body(self, side: _Side) -> Callable[[], Any]:
+        metas, before = self.sides[0].metas, [s.held for s in self.written]
+        bound_before = [t._elem for t in self.rebound]
+
         def body() -> tuple[list[jax.Array], ...]:
-            if snapshot is not None:
-                snapshot.restore()
-            trace.draws = draws
-            with trace.recording() as effects:
-                result = _with_changes(thunk(), snapshot)
-                leaves, _ = pytree.flatten(result, leaf=branch_leaf)
-                forms = zip(leaves, sides[0].metas, wide, strict=True)
-                values = [leaf_value(v, meta, wide=w) for v, meta, w in forms]
-                narrow(written)
-                after = [s.value for s in written] + [t._elem for t in moved]
-            effects.undo()
-            counts = [] if same_draws else [jnp.asarray(c, jnp.int32) for c in trace.draws]
-            return values, after, counts
+            found, after, traced_counts, tests = side.program()
+            writes = dict(zip([s.serial for s in side.written], after, strict=False))
+            bound = dict(zip(map(id, side.rebound), after[len(side.written) :], strict=True))
+            given = iter([_after(self.trace, leaf, held, writes) for leaf, held in side.given])
+            leaves = [next(given) if at is None else found[at] for at in side.places]
+            parts = zip(side.leaves, leaves, metas, self.wide, strict=True)
+            values = [_merged_value(*part) for part in parts]
+            final = [
+                _as_wide(writes.get(s.serial, held), wide=s.serial in self.wide_writes)
+                for s, held in zip(self.written, before, strict=True)
+            ]
+            final += [
+                bound.get(id(t), held) for t, held in zip(self.rebound, bound_before, strict=True)
+            ]
+            rest = iter(traced_counts)
+            counts = [jnp.int32(c) if isinstance(c, int) else next(rest) for c in side.draws]
+            ones = [tests if s is side else [jnp.bool_(False)] * len(s.links) for s in self.sides]
+            return values, final, [] if self.same_draws else counts, *ones
 
         return body
 
-    values, after, counts = jax.lax.cond(test, run(then), run(orelse))
-    trace.draws = sides[0].draws if same_draws else counts
-    for storage, value in zip(written, after, strict=False):
-        storage.set(value)
-    for tensor, value in zip(moved, after[len(written) :], strict=True):
-        rebind(trace, tensor, value)
-    return _rebuild_merged(trace, sides, values, snapshot)
+
+def _after(trace: Trace, leaf: Any, held: Any, writes: dict[int, jax.Array]) -> Any:
+    """Return the array of a tensor from outside after the writes of a side."""
+    alias = leaf if isinstance(leaf, TracedTensor) else None
+    if isinstance(leaf, torch.Tensor) and alias is None:
+        alias = trace.alias(leaf)
+    if alias is None or alias._storage.serial not in writes:
+        return held
+    value = writes[alias._storage.serial]
+    for step in alias._chain:
+        value = step.read(value)
+    return value
 
 
-def promote_all(trace: Trace, values: Iterable[Any]) -> None:
-    """Make host tensors that are to be written, and that the trace made, traced ones."""
-    for value in values:
-        if isinstance(value, torch.Tensor) and not isinstance(value, TracedTensor):
-            if value.untyped_storage()._cdata in trace.made:
-                trace.promote(value)
+def _as_wide(value: jax.Array, *, wide: bool) -> jax.Array:
+    with int64.scope():
+        return value.astype(jnp.int64) if wide else value
 
 
-def _discover_sides(
-    trace: Trace, thunks: tuple[Callable[[], Any], ...], snapshot: Snapshot | None
-) -> list[_Side]:
-    draws, promoted, made = trace.draws, set(trace.promoted), len(trace.made)
-    sides = []
-    for thunk in thunks:
-        if snapshot is not None:
-            snapshot.restore()
-        trace.draws = draws
-        sides.append(_discover(trace, thunk, snapshot))
-        sides[-1].draws = trace.draws
-    # A side wrote to host tensors from before the branch: they have to be traced outside of it.
-    leaked = {k: t for k, (t, _) in trace.promoted.items() if k not in promoted}
-    before = [k for k in leaked if k in trace.made and trace.made[k][0] < made]
-    for key in before:
-        del trace.promoted[key]
-        trace.promote(leaked[key])
-    trace.draws = draws
-    return _discover_sides(trace, thunks, snapshot) if before else sides
+def _merged_value(leaf: Any, value: Any, meta: Any, wide: bool) -> jax.Array:
+    """Return the array of a tensor or number, in the dtype that both sides give.
+
+    Args:
+        leaf: the tensor or number.
+        value: its array; None for a plain Python number.
+        meta: the type of a number on both sides, or a meta tensor.
+        wide: whether it has 64 bits on one side.
+    """
+    if isinstance(leaf, torch.Tensor):
+        return _as_wide(value, wide=wide)
+    value = sym_numbers.exact_value(leaf) if value is None else value
+    with int64.scope():
+        if isinstance(meta, torch.Tensor) and not wide:  # the other side has a tensor here
+            return value.astype(backend.jax_dtype(meta.dtype))
+        return value.astype(jnp.int64 if wide else sym_numbers.DTYPES[number_kind(meta)])
 
 
 def _only_outcome(test: jax.Array, sides: list[_Side]) -> Forced | None:
@@ -186,10 +342,9 @@ def branch_leaf(value: Any) -> bool:
 _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def number_kind(meta: Any, other: Any = bool) -> type:
-    """Return the Python type for a number whose type differs between the sides of a branch."""
-    kinds = (_KINDS.get(meta, meta), _KINDS.get(other, other))
-    return float if float in kinds else int if int in kinds else bool
+def number_kind(meta: Any) -> type:
+    """Return the Python type of a number, traced or not, by its type."""
+    return _KINDS.get(meta, meta)
 
 
 def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
@@ -199,48 +354,6 @@ def _with_changes(result: Any, snapshot: Snapshot | None) -> Any:
 def is_of_numbers(error: Exception) -> bool:
     """Return whether Python or torch cannot use a traced number: no error of the user's code."""
     return bool(re.search(r"\bSym(Int|Float|Bool)\b", str(error)))
-
-
-def _discover(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
-    """Run one side abstractly: its result, what it writes, or the exception it raises."""
-    side = _Side()
-
-    def run() -> int:
-        with trace.recording() as effects:
-            try:
-                side.result = _with_changes(thunk(), snapshot)
-                if effects.wrote_on_host:
-                    raise _writes_on_host()
-                side.leaves, side.spec = pytree.flatten(side.result, leaf=branch_leaf)
-                side.metas = [leaf_meta(leaf) for leaf in side.leaves]
-                side.flows = [flow_of([v]) for v in side.leaves]
-                side.wide = [_is_wide(v) for v in side.leaves]
-            except Exception as error:  # the user's own error on this path: it becomes a check
-                if isinstance(error, TpuportError) or is_of_numbers(error):
-                    raise
-                if _is_of_jax(error):
-                    raise _untraced(error) from error
-                side.error = error
-        side.body = Body(trace, thunk)
-        side.body.written = list(effects.before.values())
-        side.body.rebound = [tensor for tensor, _, _ in effects.rebound.values()]
-        side.created = effects.created
-        effects.undo()
-        return 0
-
-    errors, code = len(trace.recorder.checks), trace.error_code
-    units = trace.explorer.units if trace.explorer is not None else []
-    known = [(unit, dict(unit.known)) for unit in units]
-    trace.error_code = None
-    try:
-        jax.eval_shape(run)
-    finally:
-        trace.error_code = code
-        del trace.recorder.checks[errors:]
-        # Decisions made here registered no check, so the real run has to make them again.
-        for unit, before in known:
-            unit.known = before
-    return side
 
 
 def _is_of_jax(error: Exception) -> bool:
@@ -261,30 +374,58 @@ def _untraced(error: Exception) -> TpuportError:
     )
 
 
-def _writes_on_host() -> Exception:
-    return port_error(
-        "a branch on a traced value writes to a tensor that was made before it and depends on none"
-        " of the program's inputs",
-        code="TPU101",
-        remedy="make that tensor from an input (x.new_zeros(...)), or return its new value",
-    )
+def _traced_side(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
+    """Trace one side to a program: its result, what it writes, or the exception it raises."""
+    side = _Side()
+
+    def run() -> tuple[list[Any], ...]:
+        values: list[Any] = []
+        with trace.recording(repeats=True) as effects:
+            region = trace.regions[-1]
+            try:
+                side.result = _with_changes(thunk(), snapshot)
+                values = side.flatten()
+            except Exception as error:  # the user's own error on this path: it becomes a check
+                if isinstance(error, TpuportError) or is_of_numbers(error):
+                    raise
+                if _is_of_jax(error):
+                    raise _untraced(error) from error
+                side.error = error
+        side.places = list(range(len(values)))
+        side.created = effects.created
+        side.written = [storage for storage, _, _ in effects.before.values()]
+        side.wide_writes = {storage.serial for storage in side.written if storage.wide}
+        side.rebound = [tensor for tensor, _, _ in effects.rebound.values()]
+        after = [storage.held for storage in side.written] + [t._elem for t in side.rebound]
+        effects.undo()
+        side.draws = trace.draws
+        counts = [count for count in side.draws if not isinstance(count, int)]
+        traced_counts = [jnp.asarray(count, jnp.int32) for count in counts]
+        return values, after, traced_counts, _inner_links(trace, side, region)
+
+    closed, shape = jax.make_jaxpr(run, return_shape=True)()
+    program, treedef = jaxpr_as_fun(closed), jax.tree.structure(shape)
+    side.program = lambda: jax.tree.unflatten(treedef, program())
+    return side
 
 
-def _written_union(sides: list[_Side]) -> list[Any]:
-    union: dict[int, Any] = {}
-    for side in sides:
-        assert side.body is not None
-        for storage, _, _ in side.body.written:
-            union[storage.serial] = storage
-    trace = sides[0].body.trace  # type: ignore[union-attr]
-    if trace.error_code is not None:
-        union[trace.error_code.serial] = trace.error_code
-    return list(union.values())
+def _inner_links(trace: Trace, side: _Side, region: int) -> list[jax.Array]:
+    """Take the links of the storages that a side gives, and return their tests."""
+    tests = []
+    own = [leaf._storage for leaf in side.leaves if isinstance(leaf, TracedTensor)]
+    for storage in {s.serial: s for s in own}.values():
+        for other, link in trace.shared.of(storage):
+            known = link.test is not None and link.region in (*trace.regions, region)
+            side.links.append((storage, other, known))
+            tests.append(link.test if link.test is not None and known else jnp.bool_(False))
+    return tests
 
 
-def _rebound_union(sides: list[_Side]) -> list[TracedTensor]:
-    bodies = [side.body for side in sides if side.body is not None]
-    return list({id(t): t for body in bodies for t in body.rebound}.values())
+def _held(leaf: Any) -> jax.Array | None:
+    """Return the array of a leaf, as wide as it is; None for a plain Python number."""
+    if isinstance(leaf, torch.Tensor):
+        return held_of(leaf)
+    return sym_numbers.exact_value(leaf) if isinstance(leaf, sym_numbers.SYMBOLIC) else None
 
 
 def leaf_meta(leaf: Any) -> Any:
@@ -292,36 +433,9 @@ def leaf_meta(leaf: Any) -> Any:
     return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
 
 
-def _is_wide(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and int64.is_wide(held_of(leaf))
-
-
-def leaf_value(leaf: Any, meta: Any, *, wide: bool = False) -> jax.Array:
-    """Return the array of a tensor or number, in the dtype that both sides give.
-
-    Args:
-        leaf: The tensor or number.
-        meta: The type of a number on both sides, or a meta tensor; None if there is one side.
-        wide: Whether the tensor has 64 bits on one side.
-    """
-    if isinstance(leaf, torch.Tensor) and wide:
-        held = held_of(leaf)
-        with int64.scope():
-            return held.astype(jnp.int64)
-    if isinstance(leaf, torch.Tensor):
-        return value_of(leaf)
-    if isinstance(meta, torch.Tensor) and not wide:  # the other side has a tensor here
-        value = sym_numbers.node_value(leaf) if _is_number(leaf) else jnp.asarray(leaf)
-        return value.astype(backend.jax_dtype(meta.dtype))
-    value = sym_numbers.exact_value(leaf)
-    if meta is None:
-        return value
-    with int64.scope():
-        return value.astype(jnp.int64 if wide else sym_numbers.DTYPES[number_kind(meta)])
-
-
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, sym_numbers.SYMBOLIC)
+def leaf_value(leaf: Any) -> jax.Array:
+    """Return the array of a tensor, or of a number in the 64 bits that it has."""
+    return value_of(leaf) if isinstance(leaf, torch.Tensor) else sym_numbers.exact_value(leaf)
 
 
 def _check_sides(sides: list[_Side], site: str) -> str | None:
@@ -344,8 +458,12 @@ def _check_sides(sides: list[_Side], site: str) -> str | None:
                 tensor, kind = (x, y) if isinstance(x, torch.Tensor) else (y, x)
                 same = same and _is_like(tensor, kind)
                 a.metas[index] = b.metas[index] = tensor if same else x
+                # A Python int has 64 bits.
+                a.wide[index] = a.wide[index] or tensor.dtype is torch.int64
             else:
-                a.metas[index] = b.metas[index] = number_kind(x, y)
+                # 1 and 1.0 make different tensors.
+                a.metas[index], b.metas[index] = number_kind(x), number_kind(y)
+                same = same and a.metas[index] is b.metas[index]
     if same:
         return None
     return (
@@ -392,27 +510,23 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] == theirs[2]
 
 
-def _rebuild_merged(
-    trace: Trace, sides: list[_Side], values: list[jax.Array], snapshot: Snapshot | None
-) -> Any:
+def _merged_leaves(trace: Trace, sides: list[_Side], values: list[jax.Array]) -> list[Any]:
     a, b = sides
     leaves: list[Any] = []
+    made: dict[tuple[int, int], Any] = {}
     for index, (value, meta) in enumerate(zip(values, a.metas, strict=True)):
         one, other = a.leaves[index], b.leaves[index]
         if (one is other and _is_from_outside(one, a)) or _is_same_state(one, other):
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
-            flow = max(a.flows[index], b.flows[index])
-            leaves.append(wrap(value, meta.dtype, trace=trace, flow=flow))
+            flow = max(flows := (a.flows[index], b.flows[index]))
+            if not torch.is_grad_enabled() and min(flows) is not flow:
+                flow = Flow.HIDDEN  # only one side gives what has a gradient
+            tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
+            leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)
         else:
             leaves.append(sym_numbers.number(value, meta, *_bounds(one, other)))
             trace.has_numbers = trace.dynamic = True  # as `.item()` does
-    rebuilt = pytree.unflatten(a.spec, leaves)
-    if snapshot is None:
-        return rebuilt
-    result, changes = rebuilt
-    snapshot.restore()
-    snapshot.apply(changes)
-    return result
+    return leaves

@@ -14,7 +14,7 @@ import jax
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
-from tpuport.tracing.control_flow.merge import Forced, merge
+from tpuport.tracing.control_flow.merge import Forced, merge, shared_write
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
@@ -137,7 +137,7 @@ class Explorer:
             self.units.append(self.units.pop(self.units.index(unit)))
             depth, refusal = len(self.calls), self.trace.recorder.refusal
             unit.undecided = None
-            with self.trace.recording() as effects:
+            with self.trace.recording(repeats=True) as effects:
                 try:
                     result = thunk()
                 except (Exception, UndecidedBranch):
@@ -151,15 +151,16 @@ class Explorer:
                 del self.calls[depth:]
                 self.trace.draws, self.trace.recorder.refusal = draws, refusal
                 effects.undo()
-            prefix = tuple(unit.path[: unit.position])
-            unit.sites[pending.site] += 1
-            self.branches[pending.site] = f"both outcomes explored in {unit.name}"
+            prefix, site = tuple(unit.path[: unit.position]), pending.site
+            unit.sites[site] += 1
+            self.branches[site] = f"both outcomes explored in {unit.name}"
             merged = merge(
                 self.trace,
                 pending.value,
                 lambda: self._explore(unit, thunk, snapshot, (*prefix, True)),  # noqa: B023
                 lambda: self._explore(unit, thunk, snapshot, (*prefix, False)),  # noqa: B023
                 site=pending.site,
+                apart=lambda: self._apart(unit, site),  # noqa: B023
                 snapshot=snapshot,
             )
             if isinstance(merged, Forced):
@@ -168,6 +169,12 @@ class Explorer:
                 self.branches[pending.site] = "lifted check"
                 continue
             return merged
+
+    def _apart(self, unit: Unit, site: str) -> BaseException:
+        """Return what to raise where a write after a call depends on which tensor it returned."""
+        if unit.name.startswith("<"):
+            return shared_write(site)
+        return RestartTrace(within=unit.name)
 
     def _lift(self, unit: Unit, forced: Forced, site: str) -> None:
         """Make a check of an error that leaves a call, unless a `try` around the call catches it.

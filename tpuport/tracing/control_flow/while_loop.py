@@ -10,18 +10,26 @@ from jax.custom_derivatives import linear_call
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
-from tpuport.tracing.control_flow.merge import branch_leaf, leaf_meta, leaf_value, number_kind
+from tpuport.tracing.control_flow.merge import (
+    branch_leaf,
+    leaf_meta,
+    leaf_value,
+    number_kind,
+    shared_write,
+)
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
-from tpuport.tracing.core.tensor import wrap
-from tpuport.tracing.core.values import flow_of
+from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, wrap
+from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
-# The values of the loop's variables, the draws of each random stream, and the failed check.
-_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None]
+# The values of the loop's variables, the draws of each random stream, the failed check, and whether
+# there was a round.
+_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array]
 
 
 class _Loop:
@@ -35,21 +43,29 @@ class _Loop:
         operands: tuple[Any, ...],
     ) -> None:
         self.trace, self.test, self.body = trace, test, body
-        leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf)
+        leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf, shared=False)
+        self.leaves = leaves
         self.metas = [leaf_meta(leaf) for leaf in leaves]
-        self.initial = [leaf_value(leaf, None) for leaf in leaves]
+        self.initial = [leaf_value(leaf) for leaf in leaves]
         # Those of the values before the loop, then also of those after a round.
         self.flows = [flow_of([leaf]) for leaf in leaves]
         self.failures = trace.error_code
         self.drawn = False
+        # Variables that are one after a round, those that no round replaces, and those that are
+        # other tensors from before then.
+        self.same: list[tuple[int, int]] = []
+        self.kept: set[int] = set()
+        self.old: dict[int, Any] = {}
+        self.inside: list[Any] = []
+        self.first_serial, self.site = 0, user_line()
 
     def run(self) -> Any:
         """Run the loop and return its variables."""
         draws = self.trace.draws
         counts = [jnp.asarray(count, jnp.int32) for count in draws]
         code = None if self.failures is None else self.failures.value
-        final, counts, code = jax.lax.while_loop(
-            self._holds, self._step, (self.initial, counts, code)
+        final, counts, code, ran = jax.lax.while_loop(
+            self._holds, self._step, (self.initial, counts, code, jnp.bool_(False))
         )
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
@@ -60,7 +76,54 @@ class _Loop:
             code="TPU104",
             remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
         )
-        return self._variables([_forward_only(value, refusal) for value in final])
+        values = [_forward_only(value, refusal) for value in final]
+        if not torch.is_grad_enabled():
+            values = self._with_gradients(values, ran)
+        result = self._variables(values)
+        self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
+        return result
+
+    def _with_gradients(self, values: list[jax.Array], ran: jax.Array) -> list[jax.Array]:
+        """Give a variable under no_grad the gradient that it has if no round replaced it."""
+        with torch.enable_grad():
+            for index, leaf in enumerate(self.leaves):
+                flow = flow_of([leaf])
+                if isinstance(leaf, torch.Tensor) and flow is not Flow.STOPPED:
+                    before = value_of(leaf)
+                    kept = index in self.kept
+                    values[index] = before if kept else jnp.where(ran, values[index], before)
+                    self.flows[index] = flow if kept else Flow.HIDDEN
+        return values
+
+    def _link(self, results: list[Any], unchanged: jax.Array) -> None:
+        """Link the variables after the loop to what they were before, and to one another."""
+
+        shared, region = self.trace.shared, self.trace.regions[-1]
+
+        def refuse() -> BaseException:
+            return shared_write(self.site)
+
+        def link(one: Any, other: Any, test: jax.Array | None) -> None:
+            if not (isinstance(one, TracedTensor) and isinstance(other, TracedTensor)):
+                return
+            test = None if other._chain else test
+            for third, known in list(shared.of(other._storage)):
+                tests = None
+                if test is not None and known.test is not None and known.region == region:
+                    tests = test & known.test
+                shared.add(one._storage, third, tests, region, refuse)
+            shared.add(one._storage, other._storage, test, region, refuse)
+
+        for index, (result, before) in enumerate(zip(results, self.leaves, strict=True)):
+            if index in self.kept:
+                link(result, before, jnp.bool_(True))
+                continue
+            old = self.old.get(index)
+            link(result, before, unchanged if old is None else None)
+            for other in [*self.leaves, old] if old is not None else ():
+                link(result, other, None)
+        for i, j in self.same:
+            link(results[i], results[j], None)
 
     def _variables(self, values: list[jax.Array]) -> Any:
         made = [
@@ -78,6 +141,8 @@ class _Loop:
 
     def _call(self, function: Callable[..., Any], values: list[jax.Array]) -> Any:
         variables, explorer = self._variables(values), self.trace.explorer
+        self.inside = pytree.flatten(variables, leaf=branch_leaf, shared=False)[0]
+        self.first_serial = next(SERIALS)
         if explorer is None:
             return function(*variables)
         return explorer.run_inside("loop", lambda: function(*variables), [variables])
@@ -86,7 +151,7 @@ class _Loop:
         return any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
 
     def _holds(self, carried: _Carried) -> jax.Array:
-        values, counts, code = carried
+        values, counts, code, _ = carried
         self._enter(counts, code)
         value = truth(self._call(self.test, values))
         if self._drew(counts):
@@ -103,12 +168,13 @@ class _Loop:
             truth(self._call(self.test, values))
 
     def _step(self, carried: _Carried) -> _Carried:
-        values, counts, code = carried
+        values, counts, code, _ = carried
         self._enter(counts, code)
         self._check_condition(values)
         with self.trace.recording() as effects:
             out = self._call(self.body, values)
-            found, spec = pytree.flatten(tuple(out), leaf=branch_leaf)
+            found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
+        self._note_same(found)
         self.drawn = self._drew(counts)
         self._refuse_uncarried(effects, found, spec)
         self.flows = [max(a, flow_of([b])) for a, b in zip(self.flows, found, strict=True)]
@@ -117,17 +183,33 @@ class _Loop:
             for leaf, meta, before in zip(found, self.metas, values, strict=True)
         ]
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
-        return after, counts, None if self.failures is None else self.failures.value
+        code = None if self.failures is None else self.failures.value
+        return after, counts, code, jnp.bool_(True)
+
+    def _note_same(self, found: list[Any]) -> None:
+        """Note which variables share a tensor after a round."""
+        first: dict[int, int] = {}
+        for index, leaf in enumerate(found):
+            if isinstance(leaf, TracedTensor):
+                other = first.setdefault(leaf._storage.serial, index)
+                if other != index:
+                    self.same.append((other, index))
+                if leaf is self.inside[index]:
+                    self.kept.add(index)
+                elif leaf._storage.serial < self.first_serial:
+                    self.old[index] = leaf
 
     def _same_dtype(self, leaf: Any, meta: Any, before: jax.Array) -> jax.Array:
         """Return a new value from the body in the dtype that the loop carries.
 
-        `lax.while_loop` needs one dtype for all rounds. A tensor has to keep its dtype; a number
-        of a narrower kind is cast.
+        `lax.while_loop` needs one dtype for all rounds. A tensor has to keep its dtype, a number
+        its kind.
         """
-        value = leaf_value(leaf, None)
-        both_tensors = isinstance(leaf, torch.Tensor) and isinstance(meta, torch.Tensor)
-        changed = leaf.dtype != meta.dtype if both_tensors else False
+        value = leaf_value(leaf)
+        tensors = isinstance(leaf, torch.Tensor), isinstance(meta, torch.Tensor)
+        changed = leaf.dtype != meta.dtype if all(tensors) else False
+        if not any(tensors):
+            changed = number_kind(type(leaf)) is not number_kind(meta)
         if changed or _breadth(value) > _breadth(before):
             raise port_error(
                 f"a while loop on a traced value carries a value that is {before.dtype} before the"

@@ -19,6 +19,7 @@ class Attempts(Protocol):
 
     host_state: bool
     chooses: bool
+    apart: set[str]
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""

@@ -20,6 +20,7 @@ from tpuport.tracing.core import active, int64
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards
 from tpuport.tracing.core.placement import Placement
+from tpuport.tracing.core.shared_tensors import SharedTensors
 from tpuport.tracing.core.tensor import Storage, TracedTensor
 from tpuport.tracing.core.view_steps import strided_step
 
@@ -66,6 +67,9 @@ class Effects:
     # How many host tensors the trace had made before, and whether one of those was written.
     made_before: int = 0
     wrote_on_host: bool = False
+    # Whether this part is one of several paths, or runs more than once while tracing: what it does
+    # to host tensors from before then belongs in the program.
+    repeats: bool = False
 
     def rebinding(self, tensor: TracedTensor) -> None:
         """Record a tensor that is about to get another storage."""
@@ -216,6 +220,7 @@ class Trace:
         # Whether an exception is made that the program may raise; a trace knows no numbers for it.
         self.makes_error = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
+        self.shared = SharedTensors()
         # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}
         # Arrays that represent int64 in a narrower dtype, by id. The references are weak.
@@ -293,7 +298,8 @@ class Trace:
             effects.created[storage.serial] = weakref.ref(storage)
 
     def created_number(self, node: Any) -> None:
-        """Record a new traced number."""
+        """Record a new traced number; ops look for integers among their sizes from now on."""
+        self.dynamic = self.dynamic or node.kind is int
         for effects in self.effects:
             effects.numbers.append(weakref.ref(node))
 
@@ -315,9 +321,13 @@ class Trace:
                 effects.before[storage.serial] = (storage, storage.held, storage.version)
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[Effects]:
-        """Record the effects inside the block."""
-        effects = Effects(made_before=len(self.made))
+    def recording(self, *, repeats: bool = False) -> Iterator[Effects]:
+        """Record the effects inside the block.
+
+        Args:
+            repeats: Whether it is one of several paths, or may run more than once.
+        """
+        effects = Effects(made_before=len(self.made), repeats=repeats)
         self.effects.append(effects)
         self.count_regions += 1
         self.regions.append(self.count_regions)
@@ -458,8 +468,14 @@ class Trace:
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             empty: Any = torch.empty(0, dtype=tensor.dtype)
             flat = empty.set_(tensor.untyped_storage(), 0, (count,))
-            storage = Storage(jnp.asarray(backend.to_jax(flat)), self)
-            storage.stride = flat.stride()
+            with jax.ensure_compile_time_eval():
+                storage = Storage(int64.of_host(flat), None)
+            storage.stride, storage.trace = flat.stride(), self
+            # It is as old as the host tensor: foreign ones are the oldest.
+            number, _ = self.made.get(key, (-1, None))
+            for effects in self.effects:
+                if number >= effects.made_before:
+                    effects.created[storage.serial] = weakref.ref(storage)
             self.promoted[key] = (tensor, storage)
         return self.alias(tensor)  # type: ignore[return-value]
 

@@ -32,6 +32,7 @@ class RestartTrace(BaseException):
         site: tuple[CodeType, Site] | None = None,
         explore: str | None = None,
         within: str | None = None,
+        apart: str | None = None,
         host_state: bool = False,
         watch_draws: bool = False,
     ) -> None:
@@ -41,7 +42,7 @@ class RestartTrace(BaseException):
         if trace is not None:
             trace.recorder.restart = trace.recorder.restart or self
         self.site, self.explore, self.host_state = site, explore, host_state
-        self.within, self.watch_draws = within, watch_draws
+        self.within, self.watch_draws, self.apart = within, watch_draws, apart
 
 
 @dataclass
@@ -51,7 +52,8 @@ class SpeculationLog:
     `tried` are the lines (file, line) that the rules have been asked to rewrite, `alone` the code
     that was rewritten in the function that ran it and in no copy of that. `explore` are the
     module calls to run once for each outcome. `within` are those whose branches belong to the call
-    around them, which catches what they raise. `host_state` says whether small state stays
+    around them, which catches what they raise. `apart` are the lines whose outcomes are not merged:
+    a later write depends on which tensor came out. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
     `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
@@ -61,6 +63,7 @@ class SpeculationLog:
     alone: set[CodeType] = field(default_factory=set)
     explore: set[str] = field(default_factory=set)
     within: set[str] = field(default_factory=set)
+    apart: set[str] = field(default_factory=set)
     host_state: bool = False
     watch_draws: bool = False
     chooses: bool = False
@@ -104,6 +107,8 @@ class SpeculationLog:
             self.explore.add(restart.explore)
         if restart.within is not None:
             self.within.add(restart.within)
+        if restart.apart is not None:
+            self.apart.add(restart.apart)
         self.host_state = self.host_state or restart.host_state
         self.watch_draws = self.watch_draws or restart.watch_draws
 

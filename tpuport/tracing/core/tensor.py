@@ -674,7 +674,6 @@ def item(tensor: TracedTensor) -> Any:
             code="TPU106",
             remedy="keep it a 0-d tensor: torch arithmetic takes it where it takes a number",
         )
-    trace.dynamic = True
     node = tensor._as_number
     if node is None or node[0] is not tensor._held or not tensor._is_alive(node[1]):
         low, high = tensor._bounds or (-math.inf, math.inf)

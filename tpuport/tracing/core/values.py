@@ -144,6 +144,7 @@ def write(target: torch.Tensor, value: jax.Array, *, flow: Flow) -> torch.Tensor
             promoted = trace.promote(target)
             promoted._carry(flow)
             promoted.write(_fit(value, target))
+            trace.shared.follow(promoted._storage, trace.regions)
             return target
         msg = (
             "an in-place write of a computed JAX value into a plain CPU tensor;"
@@ -156,6 +157,9 @@ def write(target: torch.Tensor, value: jax.Array, *, flow: Flow) -> torch.Tensor
     else:
         target._carry(flow)
     target.write(value)
+    trace = current()
+    if trace is not None and trace.shared:
+        trace.shared.follow(target._storage, trace.regions)
     return target
 
 

@@ -7,6 +7,7 @@ import torch
 from tpuport.tracing.dynamic_shapes import (  # noqa: F401 - they register themselves
     creation,
     joining,
+    ordering,
     reductions,
     scattering,
     selection,

@@ -155,9 +155,6 @@ _ALONG = {
 }
 
 
-_ALONG |= {"topk": 2, "sort": 1, "argsort": 1}
-
-
 def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, first = func._opname, args[0]
     if not isinstance(first, torch.Tensor):
@@ -165,20 +162,13 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     extents = extents_of(first)
     if name in _ALONG and extents:
         default = 0 if name in ("unbind", "split", "split_with_sizes") else -1
-        position = _ALONG[name]
-        if name == "sort" and func._overloadname == "stable":
-            position = 2
-        dim = dim_of(args, kwargs, position, default)
+        dim = dim_of(args, kwargs, _ALONG[name], default)
         if dim in extents:
             raise refuse(func, " along that dim")
     if name == "native_layer_norm" and any(d >= first.dim() - len(args[1]) for d in extents):
         raise refuse(func, " over that dim")
-    if name in ("flip", "repeat") and extents:
-        dims = [d % first.dim() for d in args[1]] if name == "flip" else []
-        if any(d in extents for d in dims) or (
-            name == "repeat" and any(args[1][len(args[1]) - first.dim() + d] != 1 for d in extents)
-        ):
-            raise refuse(func, " along that dim")
+    if name == "repeat" and any(args[1][len(args[1]) - first.dim() + d] != 1 for d in extents):
+        raise refuse(func, " along that dim")
 
 
 @handles("upsample_nearest1d")

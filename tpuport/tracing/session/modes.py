@@ -50,11 +50,12 @@ class DispatchMode(TorchDispatchMode):
                 self.trace.note_made(result)
             return result
         written = [args[i] if i < len(args) else kwargs.get(name) for i, name in info.writes]
-        if any(self.trace.is_foreign(target) for target in written):
-            # State outside the trace: the write happens in the program, not now.
+        if any(
+            self.trace.is_foreign(target) or not _writes_on_host(self.trace, target)
+            for target in written
+        ):
+            # State from outside, or from before a branch: the program writes it, and not only now.
             return dispatch(func, args, kwargs)
-        for target in written:
-            _note_host_write(self.trace, target)
         if not info.aliases:
             self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
@@ -66,12 +67,20 @@ class DispatchMode(TorchDispatchMode):
         return result
 
 
-def _note_host_write(trace: Trace, target: Any) -> None:
-    """Record a write to a host tensor that the trace made."""
-    if trace.effects and isinstance(target, torch.Tensor):
-        number, _ = trace.made[target.untyped_storage()._cdata]
-        for effects in trace.effects:
-            effects.wrote_on_host = effects.wrote_on_host or number < effects.made_before
+def _writes_on_host(trace: Trace, target: Any) -> bool:
+    """Record a write to a host tensor that the trace made, or return False.
+
+    It is False where the write has to be part of the program.
+    """
+    if not trace.effects or not isinstance(target, torch.Tensor):
+        return True
+    number, _ = trace.made[target.untyped_storage()._cdata]
+    outside = [effects for effects in trace.effects if number < effects.made_before]
+    if any(effects.repeats for effects in outside):
+        return False
+    for effects in outside:
+        effects.wrote_on_host = True
+    return True
 
 
 def needs_dispatch(

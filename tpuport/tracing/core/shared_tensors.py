@@ -1,0 +1,93 @@
+"""Tensors that are one on some paths of a program only: after `b = a if c else a * 2`, b and a.
+
+A branch gives each of its results a value of its own, so a later write to one of two such tensors
+has to reach the other where they are one.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from tpuport.tracing.core import int64
+
+# Raises that the branch cannot be merged, or asks for a trace that explores it.
+Refusal = Callable[[], BaseException]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one storage knows about another.
+
+    Attributes:
+        other: the other one.
+        test: whether both are one, as a value of the program; None where the one is a view.
+        region: where that value may be used.
+        refuse: makes the error where a write cannot follow it.
+        holder: the host tensor that the other one stands for; where it is gone, nobody reads it.
+    """
+
+    other: "weakref.ref[Any]"
+    test: jax.Array | None
+    region: int
+    refuse: Refusal
+    holder: "weakref.ref[Any] | None" = None
+
+
+class SharedTensors:
+    """The links between the storages of a trace."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, list[Link]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._links)
+
+    def add(
+        self,
+        one: Any,
+        other: Any,
+        test: jax.Array | None,
+        region: int,
+        refuse: Refusal,
+        *,
+        holder: Any = None,
+    ) -> None:
+        """Link two storages; `holder` is the host tensor that the second one stands for."""
+        held = None if holder is None else weakref.ref(holder)
+        there = Link(weakref.ref(other), test, region, refuse, held)
+        self._links.setdefault(one.serial, []).append(there)
+        back = Link(weakref.ref(one), test, region, refuse)
+        self._links.setdefault(other.serial, []).append(back)
+
+    def of(self, storage: Any) -> Iterator[tuple[Any, Link]]:
+        """Yield the storages that are linked to one and alive, with their links."""
+        for link in self._links.get(storage.serial, ()):
+            other = link.other()
+            if other is not None and (link.holder is None or link.holder() is not None):
+                yield other, link
+
+    def follow(self, storage: Any, regions: list[int]) -> None:
+        """Repeat a write to a storage where it is also a write to others.
+
+        A storage is linked to all that it may be one with, so nothing has to be followed further.
+        """
+        tests: dict[int, tuple[Any, jax.Array]] = {}
+        for other, link in self.of(storage):
+            if link.test is None or link.region not in regions:
+                raise link.refuse()
+            before = tests.get(other.serial)
+            tests[other.serial] = other, link.test if before is None else before[1] | link.test
+        for other, test in tests.values():
+            other.set(_either(test, storage.held, other.held))
+            other.flow = max(other.flow, storage.flow)
+
+
+def _either(test: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    if new.dtype == old.dtype and not int64.is_wide(new):
+        return jnp.where(test, new, old)
+    with int64.scope():  # one of them holds 64 bits
+        return jnp.where(test, new, old)
