@@ -51,7 +51,8 @@ def main() -> None:
         judge = Judge(Path(folder))
         judge.run(Maker(0).program())  # torch and jax import more when they are first used
         gc.freeze()  # a look for the functions of a line goes through all other objects
-        known = read(options.log) if options.log is not None and options.log.exists() else {}
+        log: Path | None = options.log
+        known = read(log) if log is not None and log.exists() else {}
         for seed in range(options.start, options.start + options.count):
             if time.perf_counter() - began > 60 * options.minutes:
                 break
@@ -59,8 +60,8 @@ def main() -> None:
                 continue
             program = Maker(seed).program()
             verdict = judge.run(program)
-            if options.log is not None:
-                with options.log.open("a") as lines:
+            if log is not None:
+                with log.open("a") as lines:
                     lines.write(json.dumps({"seed": seed, **asdict(verdict)}) + "\n")
             if verdict.kind in FINDS:
                 report(judge, program, verdict)
