@@ -55,8 +55,9 @@ from torch import nn
 generator = nn.Linear(3, 4).cuda()
 critic = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).cuda()
 optimizers = [torch.optim.Adam(m.parameters(), 1e-2) for m in (critic, generator)]
-planted = os.path.exists(MARK)
-open(MARK, "w").close()
+planted = os.path.exists(MARK) and os.path.getsize(MARK) == 1  # in the second run only
+with open(MARK, "a") as mark:
+    mark.write("x")
 for step in range(3):
     real, z = torch.randn(6, 4).cuda(), torch.randn(6, 3).cuda()
     for index, optimizer in enumerate(optimizers):
@@ -174,7 +175,7 @@ def test_a_planted_difference_is_found(verified, tmp_path, stage, named, plant):
     eager, other = Recording(results / "eager"), Recording(tmp_path / "ported")
     # Compared with itself, eager PyTorch shows how much rounding may do: nothing here.
     stages = {s.name: s for s in (interface(eager, other), numbers(eager, other, 1e-4))}
-    stages["behaviour"] = behaviour(eager, other, 1e-2, Recording(results / "disturbed"))
+    stages["behaviour"] = behaviour(eager, other, 1e-3, Recording(results / "disturbed"))
     assert not stages[stage].passed
     assert any(named in problem for c in stages[stage].checks for problem in c.problems)
 
@@ -183,8 +184,8 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference(verified):
     """The bias before a batch norm: Adam moves it by the sign of its rounding."""
     results = verified[0] / "verify-train"
     eager, ported = Recording(results / "eager"), Recording(results / "ported")
-    assert not behaviour(eager, ported, 1e-2).passed
-    assert behaviour(eager, ported, 1e-2, Recording(results / "disturbed")).passed
+    assert not behaviour(eager, ported, 1e-3).passed
+    assert behaviour(eager, ported, 1e-3, Recording(results / "disturbed")).passed
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def verify(
     steps: Steps = 20,
     seed: Seed = 0,
     rtol: Rtol = 1e-4,
-    drift: Drift = 1e-2,
+    drift: Drift = 1e-3,
     plain: Plain = False,
     run_option: Option = None,
     out: Out = None,

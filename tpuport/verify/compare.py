@@ -92,7 +92,7 @@ class Limits:
     """
 
     numbers: float = 1e-4
-    behaviour: float = 1e-2
+    behaviour: float = 1e-3
 
 
 class Recording:
