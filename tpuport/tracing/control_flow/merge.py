@@ -231,7 +231,7 @@ class _Merge:
             own = self._own_storage(leaf)
             if leaf is merged or own is None or not isinstance(merged, TracedTensor):
                 continue
-            new, whole = merged._storage, isinstance(leaf, TracedTensor) and not leaf._chain
+            new, whole = merged._storage, _is_whole(leaf)
             tests = [(own, taken if whole else None)]
             tests += [
                 (other, test if whole and known else None)
@@ -281,6 +281,15 @@ class _Merge:
             return values, final, [] if self.same_draws else counts, *ones
 
         return body
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the elements of its storage, in their order."""
+    if isinstance(tensor, TracedTensor):
+        return not tensor._chain
+    with torch._C.DisableTorchFunction():
+        size = tensor.untyped_storage().nbytes()
+        return tensor.is_contiguous() and tensor.numel() * tensor.itemsize == size
 
 
 def _after(trace: Trace, leaf: Any, held: Any, writes: dict[int, jax.Array]) -> Any:

@@ -82,7 +82,8 @@ class SharedTensors:
             before = tests.get(other.serial)
             tests[other.serial] = other, link.test if before is None else before[1] | link.test
         for other, test in tests.values():
-            other.set(_either(test, storage.held, other.held))
+            # The storage of a host tensor is flat.
+            other.set(_either(test, storage.held.reshape(other.held.shape), other.held))
             other.flow = max(other.flow, storage.flow)
 
 
