@@ -38,6 +38,7 @@ class Answers(nn.Module):
         both = y if x.sum() > 0 else x
         tensors = [x, y, filled, written, part, leaf, leaf * 2, stopped, view, both, self.table]
         tensors += [self.buffer + x, self.table * x, self.linear.weight.data, y > 0, y.round()]
+        tensors += [torch.full_like(y, 2.0), torch.randn_like(y), y.new_ones(2), y * y.new_zeros(1)]
         tensors += [self.linear.weight, torch.cat([x, y]), x.detach().requires_grad_().sum()]
         seen = [(t.requires_grad, t.is_leaf, t.grad_fn is None) for t in tensors]
         return torch.tensor(seen) + 0 * x.sum().detach(), y.sum()

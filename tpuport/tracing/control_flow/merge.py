@@ -192,7 +192,8 @@ class _Merge:
         self.rebound = list({id(t): t for t in (*a.rebound, *b.rebound)}.values())
         # If the sides draw different numbers of times, how often the program drew depends on the
         # side: the counts become results of the cond.
-        self.same_draws = all(isinstance(c, int) for c in a.draws) and a.draws == b.draws
+        known = all(isinstance(c, int) for c in (*a.draws, *b.draws))
+        self.same_draws = known and a.draws == b.draws
 
     def result(self, test: jax.Array, snapshot: Snapshot | None) -> Any:
         """Return the result of the branch, after its writes."""

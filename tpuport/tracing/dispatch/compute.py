@@ -67,7 +67,7 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         value = run_64(func, lower, args, kwargs, metas)
     else:
         value = lower(*_operands(func, args, kwargs, tensors, metas))
-    flow = flow_of(tensors)
+    flow = Flow.STOPPED if func._opname in _CREATIONS else flow_of(tensors)
     if flow is Flow.SEEN and _has_zero_gradient(func, args, kwargs):
         value = tied(value, *map(value_of, tensors))
     result = _wrap_result(func, value, metas, trace, flow)
@@ -90,6 +90,11 @@ def _operands(
     return jax_args, {k: map_tensors(array, v) for k, v in kwargs.items()}
 
 
+# Ops that read no value of their operand, only its shape and dtype.
+_CREATIONS = {
+    f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")
+}
+_CREATIONS |= {f"new_{name}" for name in ("zeros", "ones", "full", "empty")}
 # Ops with a gradient of zeros in eager, which their lowerings may not read all operands for; and
 # those that have one where a number among their arguments is 0 (an exponent, a factor).
 _ZERO_GRADIENT = {"fill", "zero", "copy", "bernoulli", "copysign", "floor_divide"}
