@@ -337,14 +337,14 @@ def test_a_rewrite_gives_its_lines_and_both_sources():
 
 
 def test_what_stays_is_named():
-    def partly(x, log):
+    def partly(x, sink):
         y = 1 if x > 0 else 2
         if x > 1:
-            log.append(x)
+            sink.write(x)
         return y
 
     rewrite = rewritten(partly, "y = 1", "if x > 1")
     assert rewrite.lines == {line_of(partly, "y = 1")}
     (left,) = rewrite.left
     assert left.finding.line == line_of(partly, "if x > 1")
-    assert "log.append(x)" in left.reason
+    assert "sink.write(x)" in left.reason

@@ -182,13 +182,11 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_a_traced_test_goes_to_the_tracer(handed: list[tuple[Any, ...]]):
     test = Traced()
     ops.cond(test, never, never, (1,))
-    ops.cond(test, never, never, (1,), (2,))
     ops.while_loop(lambda i: test, never, (2,))
     ops.for_each(test, never, (3,), (4,))
     assert handed == [
-        ("traced_cond", test, never, never, (1,), ()),
-        ("traced_cond", test, never, never, (1,), (2,)),
-        ("traced_while", handed[2][1], never, (2,)),
+        ("traced_cond", test, never, never, (1,)),
+        ("traced_while", handed[1][1], never, (2,)),
         ("traced_for", test, never, (3,), (4,)),
     ]
 

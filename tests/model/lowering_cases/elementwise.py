@@ -293,6 +293,12 @@ ACTIVATIONS = [
 
 UNARY = [
     case(
+        aten.cosh.default,
+        call(t(-3.0, -0.3, -1e-3, 0.0, 1e-4, 0.2, 0.25, 2.0)),
+        call(torch.complex(f(3), f(3, seed=2))),
+        bf16=1e-2,
+    ),
+    case(
         aten.log2.default, call(b(64).abs()), call(POSITIVE), call(t(0.0, 1.0, INF)),
         call(i(3, low=1)), call(f(0)), call(mask(4) | True),
     ),

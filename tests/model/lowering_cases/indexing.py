@@ -19,6 +19,8 @@ def at(*shape: int, size: int, seed: int = 1) -> torch.Tensor:
 
 
 READING = [
+    case(aten.unsafe_split.Tensor, call(f(5, 3), 2), call(turned(TABLE), 2, 1), call(i(4), 4)),
+    case(aten.unsafe_split_with_sizes.default, call(f(5, 3), [2, 0, 3]), call(b(2, 4), [1, 3], 1)),
     case(
         aten.index_select.default, call(f(), 0, t(0)), call(turned(TABLE), 1, t(2, 0, 2)),
         call(TABLE, -2, ROWS), call(TABLE, 0, torch.tensor(2)), call(TABLE, 0, NONE),

@@ -19,7 +19,8 @@ _SCRIPT = torch.jit.script
 
 def _script(obj: Any, *args: Any, **kwargs: Any) -> Any:
     # Torch itself needs what it scripts: its forward-mode derivatives take its graph.
-    if str(getattr(obj, "__module__", None)).partition(".")[0] == "torch":
+    home = str(getattr(obj, "__module__", None)).partition(".")[0]
+    if home == "torch" and not isinstance(obj, torch.nn.Module):
         return _SCRIPT(obj, *args, **kwargs)
     return obj
 

@@ -463,10 +463,20 @@ class TracedTensor(backend.TorchaxTensor):
                 code="TPU203",
                 remedy="make a new tensor, or assign one of the same dtype and shape",
             )
+        chain = (*value._chain, step) if differentiable(self.dtype) else value._chain
+        self._rebind_here(value._storage, chain)
+
+    def set_storage_of(self, value: torch.Tensor) -> None:
+        """Become another alias of a tensor, of its shape."""
+        if not isinstance(value, TracedTensor):
+            value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
+        self._rebind_here(value._storage, value._chain)
+
+    def _rebind_here(self, storage: Storage, chain: tuple[ViewStep, ...]) -> None:
+        trace = self._storage.trace
         for effects in () if trace is None else trace.effects:
             effects.rebinding(self)
-        chain = (*value._chain, step) if differentiable(self.dtype) else value._chain
-        self.rebind(value._storage, chain)
+        self.rebind(storage, chain)
 
     def rebind(self, storage: Storage, chain: tuple[ViewStep, ...] = ()) -> None:
         """Read another storage from here on; other aliases of the old one do not."""

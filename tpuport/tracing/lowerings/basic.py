@@ -191,6 +191,17 @@ def is_same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @special(aten.set_.source_Tensor)
-def set_source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    target.data = source
+def set_source(target: TracedTensor, source: torch.Tensor) -> torch.Tensor:
+    target.set_storage_of(source)
     return target
+
+
+@special(aten.unsafe_split.Tensor)
+@special(aten.unsafe_split_with_sizes.default)
+def unsafe_split(x: torch.Tensor, sizes: Any, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    # torch's recurrent cells write to these parts, as to no others.
+    parts = torch.split(x, sizes, dim)
+    for part in parts:
+        if isinstance(part, TracedTensor):
+            part._unwritable = getattr(x, "_unwritable", None)
+    return parts
