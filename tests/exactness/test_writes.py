@@ -418,3 +418,40 @@ def test_xla_for_the_cpu_computes_an_update_inside_an_update():
 
     rows = jax.jit(shifted)(jnp.asarray(ROWS.numpy()))
     assert rows.tolist() == [[1, 2, -4, 6]] * 2
+
+
+TURN = torch.tensor([2, 0, 1, 3])
+# Eager refuses the first ones: they read what they write, in another order.
+SHARED_MEMORY = {
+    "index_put": lambda v: v.__setitem__(TURN, v),
+    "index_copy": lambda v: v.index_copy_(0, TURN, v),
+    "scatter_add": lambda v: v.scatter_add_(0, TURN, v),
+    "gather": lambda v: torch.gather(v, 0, TURN, out=v),
+    "shift": lambda v: v.__setitem__(slice(1, None), v[:-1]),
+    "add": lambda v: v[1:].add_(v[:-1]),
+    "transposed": lambda v: v.view(2, 2).add_(v.view(2, 2).t()),
+    "one for all": lambda v: v.add_(v[0]),
+    "itself": lambda v: v.__setitem__(slice(None), v),
+    "twice": lambda v: v.add_(v),
+    "apart": lambda v: v[1:].add_(v[0]),
+    "filled": lambda v: v.masked_fill_(v > 0, v[0]),
+    "product": lambda v: torch.mm(v.view(2, 2), v.view(2, 2), out=v.view(2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_MEMORY)
+def test_memory_that_is_read_and_written(name: str):
+    def run(x: torch.Tensor) -> torch.Tensor:
+        v = x * 1
+        SHARED_MEMORY[name](v)
+        return v
+
+    x = torch.tensor([3.0, 1.0, 2.0, -1.0])
+    try:
+        expected = run(x)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError) as caught:
+            tpuport.convert(run, verify=False)(x)
+        assert str(error).partition(". ")[0] in str(caught.value)
+    else:
+        assert torch.equal(tpuport.to_torch(tpuport.convert(run, verify=False)(x)), expected)

@@ -12,6 +12,7 @@ from tpuport.tracing.core.redispatch import call
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of
 from tpuport.tracing.core.values import flat, flow_of, held_of, map_tensors, write
 from tpuport.tracing.dispatch import meta_infer
+from tpuport.tracing.dispatch.int64_ops import is_pointwise
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
 
@@ -53,6 +54,7 @@ def _refuse_targets(func: Any, targets: list[Any], operands: list[Any], *, is_ou
     for target in targets:
         if isinstance(target, torch.Tensor):
             _refuse_overlap(func, target)
+            _refuse_shared(func, target, operands, is_out=is_out)
     written = [target for target in flat(tuple(targets), {}) if isinstance(target, TracedTensor)]
     if is_out and flow_of([*written, *operands]) is Flow.SEEN:
         raise RuntimeError(
@@ -109,6 +111,48 @@ def _refuse_overlap(func: Any, target: torch.Tensor) -> None:
         " location. Please clone() the tensor before performing the operation."
     )
     raise RuntimeError(msg)
+
+
+# Ops that eager lets read no element of what they write, and those that read as they like.
+_APART = {"gather", "index_select", "take", "cat", "cumsum", "cumprod", "_index_put_impl_"}
+_APART |= {"index_put_", "index_copy_", "index_add_", "index_reduce_", "put_"}
+_APART |= {"scatter_", "scatter_add_", "scatter_reduce_"}
+_ANYHOW = {"fill_", "masked_fill_", "index_fill_"}
+
+
+def _refuse_shared(func: Any, target: torch.Tensor, operands: list[Any], *, is_out: bool) -> None:
+    """Refuse a write to memory that an operand reads in another order, as eager does.
+
+    Eager looks at tensors without gaps only: `x[:, 1:] = x[:, :-1]` it copies element by element.
+    """
+    name = func._opname
+    if name in _ANYHOW or not (name in _APART or name == "copy_" or is_pointwise(func)):
+        return
+    for operand in operands:
+        if not isinstance(operand, TracedTensor) or not isinstance(target, TracedTensor):
+            continue
+        if operand is target or operand._storage is not target._storage:
+            continue
+        _check_apart(target, operand, may_be_one=name not in _APART)
+    if name in _APART and sum(operand is target for operand in operands) > (0 if is_out else 1):
+        raise RuntimeError(_SHARED)
+
+
+_SHARED = (
+    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a"
+    " single memory location. Please clone() the tensor before performing the operation."
+)
+
+
+def _check_apart(target: TracedTensor, operand: TracedTensor, *, may_be_one: bool) -> None:
+    metas = meta_of(target), meta_of(operand)
+    if not all(torch.ops.aten.is_non_overlapping_and_dense(meta) for meta in metas):
+        return
+    a, b = (torch.Tensor.storage_offset(one) for one in (target, operand))
+    m, n = (meta.numel() for meta in metas)
+    is_one = a == b and metas[0].stride() == metas[1].stride() and metas[0].shape == metas[1].shape
+    if m and n and a < b + n and b < a + m and not (is_one and may_be_one):
+        raise RuntimeError(_SHARED)
 
 
 def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
