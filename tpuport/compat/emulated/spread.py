@@ -13,6 +13,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import mark_of
 from tpuport.tracing.core import arguments, sharding_constraints
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.placement import Nowhere
 from tpuport.tracing.core.tensor import TracedTensor
 
 _LOCK = threading.Lock()
@@ -65,7 +66,10 @@ def forget(tensor: torch.Tensor) -> None:
 
 
 def sharding_of(tensor: Any) -> NamedSharding | None:
-    """Return the sharding of a tensor, None if it has none or is another view of the storage."""
+    """Return the sharding that the script gave a tensor; None if it gave it none.
+
+    Of several views of one storage, only the one that was marked has the sharding.
+    """
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TracedTensor):
         return None
     found = getattr(mark_of(tensor), "sharding", None)
@@ -85,23 +89,21 @@ def _numbers(of: Mesh) -> list[int]:
     return [device.id for device in of.devices.flat]
 
 
-class OnDevices:
+class OnDevices(Nowhere):
     """The placement of a program whose arguments and state the script has spread.
 
-    A `tpuport.tracing.core.placement.Placement`.
+    The script marks its activations itself, so no module has a spec.
     """
 
-    constrains = False
-
     def __init__(self, over: Mesh) -> None:
-        self.mesh: Mesh = over
+        self.mesh = over
         self._whole = NamedSharding(over, P())
         self._given: dict[str, NamedSharding] = {}
 
     @property
     def platform(self) -> str:
         """Return the platform of the devices."""
-        return self.mesh.devices.flat[0].platform
+        return self._whole.mesh.devices.flat[0].platform
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the shardings of the next call's arguments."""
@@ -119,19 +121,6 @@ class OnDevices:
     def constants(self, values: list[jax.Array]) -> list[jax.Array]:
         """Return large constants, replicated."""
         return [jax.device_put(value, self._whole) for value in values]
-
-    def state(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the new state unchanged."""
-        return values
-
-    def activation(self, module: str, side: str, value: jax.Array) -> jax.Array:
-        """Return the value unchanged: the script marks its activations itself."""
-        del module, side
-        return value
-
-    def spec(self, module: str, side: str, ndim: int) -> None:
-        """Return None: no module has a spec."""
-        del module, side, ndim
 
     def place(self, name: str, struct: jax.ShapeDtypeStruct) -> NamedSharding:
         """Return a replicated sharding."""

@@ -9,7 +9,6 @@ program, and raises at the caller when the condition holds.
 import builtins
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -66,7 +65,9 @@ def traced_cond(
         def run() -> Any:
             return function(*operands)
 
-        return run if explorer is None else partial(explorer.run_inside, "branch", run, [operands])
+        if explorer is None:
+            return run
+        return functools.partial(explorer.run_inside, "branch", run, [operands])
 
     merged = merge(
         *(trace, value, side(then), side(orelse)),

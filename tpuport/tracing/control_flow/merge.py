@@ -41,12 +41,12 @@ class Forced:
 
 
 def shared_write(site: str) -> PortError:
-    """Return the error for a write to a tensor that is another one on some paths only."""
+    """Return the error for a write that would reach a second tensor on some paths only."""
     return port_error(
-        f"a write to a tensor that the branch or loop at {site} gives, which on some paths is the"
-        " same as another one",
+        f"writes to a result of the branch or loop at {site}. On some of its paths, but not on all,"
+        " that result shares memory with another tensor, which the write would change as well",
         code="TPU101",
-        remedy="give a copy of it: `.clone()`",
+        remedy="let the branch give a copy (`b = a.clone()` for `b = a`), if that is what is meant",
     )
 
 

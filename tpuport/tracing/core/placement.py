@@ -55,7 +55,7 @@ class Nowhere:
     """The placement without a mesh: jax puts everything on its default device."""
 
     constrains = False
-    mesh = None
+    mesh: jax.sharding.Mesh | None = None
 
     @property
     def platform(self) -> str:
@@ -84,7 +84,7 @@ class Nowhere:
         """Return None: there are no specs."""
         del module, side, ndim
 
-    def place(self, name: str, struct: jax.ShapeDtypeStruct) -> None:
+    def place(self, name: str, struct: jax.ShapeDtypeStruct) -> Any:
         """Return None: jax decides where the value is put."""
         del name, struct
 
