@@ -432,6 +432,7 @@ SHARED_MEMORY = {
     "add": lambda v: v[1:].add_(v[:-1]),
     "transposed": lambda v: v.view(2, 2).add_(v.view(2, 2).t()),
     "one for all": lambda v: v.add_(v[0]),
+    "chosen": lambda v: torch.where(v[:-1] > 0, v[:-1], v[1:], out=v[1:]),
     "itself": lambda v: v.__setitem__(slice(None), v),
     "twice": lambda v: v.add_(v),
     "apart": lambda v: v[1:].add_(v[0]),

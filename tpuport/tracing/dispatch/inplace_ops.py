@@ -126,7 +126,8 @@ def _refuse_shared(func: Any, target: torch.Tensor, operands: list[Any], *, is_o
     Eager looks at tensors without gaps only: `x[:, 1:] = x[:, :-1]` it copies element by element.
     """
     name = func._opname
-    if name in _ANYHOW or not (name in _APART or name == "copy_" or is_pointwise(func)):
+    is_elementwise = name in ("copy_", "where") or is_pointwise(func)
+    if name in _ANYHOW or not (name in _APART or is_elementwise):
         return
     for operand in operands:
         if not isinstance(operand, TracedTensor) or not isinstance(target, TracedTensor):
