@@ -96,14 +96,14 @@ class OnDevices(Nowhere):
     """
 
     def __init__(self, over: Mesh) -> None:
-        self.mesh = over
+        self.mesh, self._platform = over, over.devices.flat[0].platform
         self._whole = NamedSharding(over, P())
         self._given: dict[str, NamedSharding] = {}
 
     @property
     def platform(self) -> str:
         """Return the platform of the devices."""
-        return self._whole.mesh.devices.flat[0].platform
+        return self._platform
 
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Read the shardings of the next call's arguments."""
