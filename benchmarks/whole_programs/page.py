@@ -79,8 +79,8 @@ def page(found: dict[int, Verdict], commit: str) -> str:
         " undefined; integers and Python numbers of 64 bits."
         " Not compared: gradients at NaN and infinities, of programs that return NaN, or where"
         " eager PyTorch's are NaN (a zero cotangent times an infinite derivative), and what it"
-        " leaves half written when it raises; gradients of `topk`, since PyTorch leaves open which of"
-        " two equal elements counts.",
+        " leaves half written when it raises; gradients of `topk`, since PyTorch leaves open"
+        " which of two equal elements counts.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -23,10 +23,19 @@ def shrink(program: Program, shows: Callable[[Program], bool], most: int = 80) -
             if tried >= most:
                 return program
             tried += 1
-            if shows(smaller):
+            if _compiles(smaller) and shows(smaller):
                 program, found = smaller, True
                 break
     return program
+
+
+def _compiles(program: Program) -> bool:
+    """Return whether Python takes it: without its loop, a `continue` is a syntax error."""
+    try:
+        compile(program.source(), "<program>", "exec")
+    except SyntaxError:
+        return False
+    return True
 
 
 def _smaller(program: Program) -> Iterator[Program]:

@@ -603,3 +603,29 @@ def test_the_text_of_a_number_can_be_printed(capsys: pytest.CaptureFixture[str])
 
 
 X_OF_TEXT = torch.tensor([1.0, 2.0])
+
+
+def _reductions_of_rows(x: torch.Tensor) -> Any:
+    return x[x[:, 0] > 0].max() + x[x[:, 0] > 0].amax(0)
+
+
+def _two_selections(x: torch.Tensor) -> torch.Tensor:
+    mask = x[:, 0] > 0
+    return x[mask] + x[~mask]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (_reductions_of_rows, "(?i)expected (a )?reduction"),
+        (_two_selections, "must match the size"),
+    ],
+)
+def test_rows_that_eager_refuses(function: FunctionType, message: str) -> None:
+    halves = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, 5.0], [-2.0, 6.0]])
+    ported = by_tpuport(function)
+    assert_same(ported(halves), function(halves), "rows")
+    with pytest.raises((RuntimeError, IndexError), match=message):
+        function(-halves.abs())
+    with pytest.raises((RuntimeError, IndexError), match=message):
+        ported(-halves.abs())

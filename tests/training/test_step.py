@@ -93,6 +93,21 @@ def test_buffers_go_from_part_to_part():
     assert int(found.norm.num_batches_tracked) == 6
 
 
+def test_each_part_has_random_numbers_of_its_own():
+    class Noisy(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (torch.dropout(self.weight, 0.5, train=True) * x).sum()
+
+    step = make_train_step(tpuport.convert(Noisy()), optimizer=optax.sgd(1.0), accumulate=2)
+    state, _ = step(step.init(), torch.ones(2, 64))
+    # One mask for both parts would give each weight a gradient of 0 or 2, and none of 1.
+    assert {float(g) for g in -np.asarray(state.params["weight"])} == {0.0, 1.0, 2.0}
+
+
 def test_parts_count_by_their_weight():
     def masked(model: torch.nn.Module, x: torch.Tensor, keep: torch.Tensor) -> Any:
         each = model(x).square().mean(-1)
