@@ -23,6 +23,7 @@ from tpuport.source.syntax.module import Function
 # Pseudo attribute of a name whose class is tested.
 TESTED = "isinstance()"
 _SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple", "ModuleList"})
+_MAPPINGS = frozenset({"dict", "Dict", "Mapping", "MutableMapping", "OrderedDict"})
 _CLASS_NAME = re.compile(r"^[A-Z]\w*[a-z]\w*$")
 # Names of aliases and of classes that may well be tensors or hold them.
 _MAYBE_TENSOR = re.compile(
@@ -144,6 +145,9 @@ def _generic(name: str, inner: ast.expr) -> Value | None:
     if name in _SEQUENCES:
         item = annotated(parts[0]) or UNKNOWN
         return Value(HOST.kind if item is HOST else Kind.UNKNOWN, Form.SEQUENCE, item=item)
+    if name in _MAPPINGS and len(parts) == 2:
+        item = annotated(parts[1])
+        return None if item is None else Value(Kind.UNKNOWN, Form.MAPPING, item=item)
     # jaxtyping: Float[torch.Tensor, "b n"]
     last = parts[-1]
     shaped = len(parts) > 1 and isinstance(last, ast.Constant) and isinstance(last.value, str)
