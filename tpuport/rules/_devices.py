@@ -10,16 +10,16 @@ from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import Module
 
 # Words in a test after which code may take CUDA for granted.
+ASKS_DEVICE = re.compile(r"cuda|gpu|nccl|accelerat|available|deepspeed", re.IGNORECASE)
 ASKS_CUDA = re.compile(
-    r"cuda|gpu|nccl|accelerat|available|deepspeed|is_\w*(initialized|distributed)|world_size|\bddp\b",
-    re.I,
+    rf"{ASKS_DEVICE.pattern}|is_\w*(initialized|distributed)|world_size|\bddp\b", re.IGNORECASE
 )
 _CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
 # Streams are used to move weights to a GPU and back, so a test of offloading guards them, too.
-ASKS_STREAMS = re.compile(
-    rf"{ASKS_CUDA.pattern}|offload|stream|pin_memory|torch_greater", re.IGNORECASE
-)
+_STREAMS = "offload|stream|pin_memory|torch_greater"
+ASKS_STREAMS = re.compile(rf"{ASKS_CUDA.pattern}|{_STREAMS}", re.IGNORECASE)
+_ASKS_DEVICE_OR_STREAMS = re.compile(rf"{ASKS_DEVICE.pattern}|{_STREAMS}", re.IGNORECASE)
 # Exceptions raised where CUDA, a package or a process group is missing.
 CATCHING = {
     "Exception",
@@ -114,6 +114,16 @@ def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA
     return False
 
 
+def is_for_processes(node: ast.AST, module: Module) -> bool:
+    """Return whether what guards a node asks only whether there are several processes.
+
+    Then it is what starts them, on GPUs, and a port changes it.
+    """
+    if is_guarded(node, module, _ASKS_DEVICE_OR_STREAMS):
+        return False
+    return is_guarded(node, module, ASKS_STREAMS)
+
+
 def _asks(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
     match parent:
         case ast.If(test=test) | ast.IfExp(test=test) | ast.While(test=test):
@@ -146,13 +156,18 @@ def _is_caught(parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.Try) or child not in parent.body:
         return False
     return any(
-        handler.type is None
-        or any(
-            (isinstance(name, ast.Name) and name.id in CATCHING)
-            or (isinstance(name, ast.Attribute) and name.attr in CATCHING)
-            for name in ast.walk(handler.type)
-        )
+        not isinstance(handler.body[-1], ast.Raise) and _catches(handler)
         for handler in parent.handlers
+    )
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    return any(
+        (isinstance(name, ast.Name) and name.id in CATCHING)
+        or (isinstance(name, ast.Attribute) and name.attr in CATCHING)
+        for name in ast.walk(handler.type)
     )
 
 

@@ -135,9 +135,12 @@ class CudaCall(Rule):
         receiver = node.func.value
         if not _is_move(node) or is_ops_call(node) or context.name(receiver) is not None:
             return
-        if within(node, context.module, "cuda") or is_guarded(node, context.module):
+        if within(node, context.module, "cuda"):
             return
-        context.report(self, node, call=node, severity=severity_anywhere(node, context))
+        if not is_guarded(node, context.module):
+            context.report(self, node, call=node, severity=severity_anywhere(node, context))
+        elif is_for_processes(node, context.module):
+            context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from tpuport.rules._devices import AVAILABLE, is_guarded, severity_anywhere
+from tpuport.rules._devices import AVAILABLE, is_for_processes, is_guarded, severity_anywhere
 from tpuport.rules._guarding import chosen
 from tpuport.rules._origins import last_name
 from tpuport.rules._rule import Example, Rule
@@ -161,8 +161,12 @@ class CudaDevice(Rule):
 
     def visit_Constant(self, node: ast.Constant | ast.JoinedStr, context: Context) -> None:
         use = _device_use(node, context) if _is_device_name(node) else None
-        if use is not None and not is_guarded(node, context.module):
+        if use is None:
+            return
+        if not is_guarded(node, context.module):
             context.report(self, node, device=node, severity=severity_anywhere(node, context, use))
+        elif is_for_processes(node, context.module):
+            context.report(self, node, device=node, severity=Severity.DEVICE)
 
     visit_JoinedStr = visit_Constant
 

@@ -7,6 +7,7 @@ from tpuport.rules._devices import (
     ASKS_STREAMS,
     AVAILABLE,
     insists_on_cuda,
+    is_for_processes,
     is_guarded,
     severity_anywhere,
 )
@@ -145,6 +146,8 @@ class CudaRuntime(Rule):
             chosen = deals_with_groups(node, context.module)
             found = Severity.DEVICE if chosen else severity_anywhere(node, context)
             context.report(self, node, call=node, severity=found)
+        elif is_for_processes(node, context.module):
+            context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:
         if insists_on_cuda(node, context):

@@ -21,9 +21,9 @@ class NumpyRoundTrip(Rule):
 
     ## What it does
     Finds `t.numpy()`, `t.cpu()`, `t.to("cpu")` and functions of numpy and scipy called with a
-    tensor that depends on the program's inputs, in code that is part of a step. The fix of `t.cpu()` calls
-    `tpuport.ops.to_cpu`, which moves the tensor in eager PyTorch and leaves it where it is while a
-    program is traced.
+    tensor that depends on the program's inputs, in code that is part of a step. The fix of
+    `t.cpu()` calls `tpuport.ops.to_cpu`, which moves the tensor in eager PyTorch and leaves it
+    where it is while a program is traced.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so the call raises

@@ -20,8 +20,8 @@ class TruthInCall(Rule):
     ## What it does
     Finds Python's `max(a, b)` and `min(a, b)` of values that depend on the program's inputs,
     `sorted`, `any`, `all`, `max` and `min` over the elements of such a tensor, `t in (1, 2)`,
-    `0 in t`, `torch.equal` and `t.is_nonzero()`. The fix of `max(a, b)` calls `tpuport.ops.largest`, which
-    compares in the program while it is traced.
+    `0 in t`, `torch.equal` and `t.is_nonzero()`. The fix of `max(a, b)` calls
+    `tpuport.ops.largest`, which compares in the program while it is traced.
 
     ## Why is this bad?
     These compare values and take the truth of the outcome. While a program is traced there is none
@@ -127,7 +127,8 @@ class TruthInCall(Rule):
             n = max(x.shape[0], steps, key=None) + min(x.shape) + max(len(part) for part in parts)
             if any(name in names for name in ("a", "b")) and all(p.ndim == 2 for p in parts):
                 x = x.max(-1, keepdim=True).values + torch.any(x > 0)
-            known = parts[0] not in ("none", "all") and 3 in parts and 3 in x.shape and x.dtype in (torch.float32, torch.float64)
+            known = parts[0] not in ("none", "all") and x.dtype in (torch.float32, torch.float64)
+            known = known and 3 in parts and 3 in x.shape
             return x * n, known, sum(parts), sorted(names)
         """,
         """

@@ -60,6 +60,9 @@ CUDA_PACKAGES = frozenset(
         "fused_dense_lib",
         "xentropy_cuda_lib",
         "tilelang",
+        "lmdeploy",
+        "tensorrt_llm",
+        "angelslim",
     }
 )
 # The same for these and other accelerators.
