@@ -204,7 +204,13 @@ def within(node: ast.AST, module: Module, name: str) -> bool:
 
 
 def insists_on_cuda(node: ast.Assert, context: Context) -> bool:
-    """Return whether an assertion that always runs requires CUDA."""
-    asks = isinstance(node.test, ast.Call) and context.name(node.test.func) == AVAILABLE[:-2]
+    """Return whether an assertion that always runs requires CUDA, or a tensor on a GPU."""
+    match node.test:
+        case ast.Call(func=function):
+            asks = context.name(function) == AVAILABLE[:-2]
+        case ast.Attribute(attr=name):
+            asks = name == "is_cuda"
+        case _:
+            asks = False
     around = context.module.ancestors(node)
     return asks and not any(isinstance(parent, ast.If | ast.Try) for parent in around)

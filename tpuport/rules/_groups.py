@@ -6,6 +6,7 @@ Such code knows that there may be no group, so its calls are not faults.
 import ast
 import re
 
+from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import Module
 
 # Names that code gives to a process group.
@@ -31,6 +32,12 @@ def is_chosen(call: ast.Call, module: Module) -> bool:
     if deals_with_groups(call, module) and not _makes_group(call):
         return True
     return _STARTS.search(module.text.text) is not None and not _makes_group(call)
+
+
+def follows_a_start(call: ast.Call, context: Context) -> bool:
+    """Return whether host code calls what works once its file's start of the group does."""
+    starts = _STARTS.search(context.module.text.text) is not None
+    return starts and not _makes_group(call) and not context.in_step(call)
 
 
 def _speaks_of_group(statements: list[ast.stmt]) -> bool:

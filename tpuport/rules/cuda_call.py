@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._devices import is_guarded, severity_anywhere, within
+from tpuport.rules._devices import is_for_processes, is_guarded, severity_anywhere, within
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity

@@ -25,7 +25,8 @@ class CudaRuntime(Rule):
     Finds calls such as `torch.cuda.synchronize()`, `torch.cuda.set_device(0)`, `torch.cuda.Event()`
     and `torch.cuda.get_device_properties(0)` that no test for CUDA guards. The fix puts
     `if torch.cuda.is_available():` before a statement that only acts; a call whose value is used
-    stays, and so does `assert torch.cuda.is_available()`, which is also found. Calls that PyTorch
+    stays, and so does `assert torch.cuda.is_available()`, which is also found, as is
+    `assert x.is_cuda`. Calls that PyTorch
     answers without CUDA are not found.
 
     ## Why is this bad?
@@ -151,7 +152,9 @@ class CudaRuntime(Rule):
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:
         if insists_on_cuda(node, context):
-            context.report(self, node, call=node.test, severity=severity_anywhere(node, context))
+            off_tpu = context.is_off_tpu(node)
+            found = Severity.DEVICE if off_tpu else severity_anywhere(node, context)
+            context.report(self, node, call=node.test, severity=found)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if isinstance(node, ast.Assert):
