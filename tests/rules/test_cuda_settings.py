@@ -1,4 +1,4 @@
-"""Lines of host code that stand for CUDA, in the ways that scripts and configurations write them."""
+"""Lines of host code that stand for CUDA, as scripts and configurations write them."""
 
 import textwrap
 
@@ -37,7 +37,7 @@ HOST = {
     "float16": """
         from transformers import TrainingArguments
         def main(parser):
-            parser.add_argument("--mixed_precision", choices=["no", "fp16"], default="fp16")  # found
+            parser.add_argument("--precision", choices=["no", "fp16"], default="fp16")  # found
             TrainingArguments(fp16=True)  # found
             Trainer(precision="16-mixed")  # found
             Trainer(precision="bf16-mixed", fp16=False)
@@ -69,6 +69,36 @@ HOST = {
                 dist.init_process_group("nccl")  # found
             if torch.cuda.is_available():
                 dist.init_process_group(backend="nccl")
+    """,
+    "after an assertion": """
+        import torch
+        import torch.distributed as dist
+        def main(rank):
+            assert torch.cuda.is_available(), "needs a GPU"  # found
+            dist.init_process_group("nccl")  # found
+            device = rank % torch.cuda.device_count()  # found
+            torch.cuda.set_device(device)  # found
+    """,
+    "in a try around everything": """
+        import torch
+        def worker(gpu, queue):
+            try:
+                torch.cuda.set_device(gpu)  # found
+                data = queue.get()
+                made = work(data)
+                queue.put(made)
+            except Exception as e:
+                queue.put(e)
+            try:
+                torch.cuda.set_device(gpu)
+            except Exception:
+                gpu = None
+    """,
+    "to a backend by the system": """
+        import os
+        def start():
+            backend = "gloo" if os.name == "nt" else "nccl"  # found
+            other_backend = "nccl" if torch.cuda.is_available() else "gloo"
     """,
     "an option that needs a package": """
         def main(args):

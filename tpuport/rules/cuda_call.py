@@ -2,7 +2,13 @@
 
 import ast
 
-from tpuport.rules._devices import is_for_processes, is_guarded, severity_anywhere, within
+from tpuport.rules._devices import (
+    is_guarded,
+    is_half_guarded,
+    refuse_guarded,
+    severity_anywhere,
+    within,
+)
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -139,12 +145,13 @@ class CudaCall(Rule):
             return
         if not is_guarded(node, context.module):
             context.report(self, node, call=node, severity=severity_anywhere(node, context))
-        elif is_for_processes(node, context.module):
+        elif is_half_guarded(node, context.module):
             context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
+        refuse_guarded(node, context.module)
         module, origin = context.module, context.module.origin(node)
         start, name_end = module.span(node.func)
         text = module.text.text

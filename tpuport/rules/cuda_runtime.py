@@ -7,8 +7,9 @@ from tpuport.rules._devices import (
     ASKS_STREAMS,
     AVAILABLE,
     insists_on_cuda,
-    is_for_processes,
     is_guarded,
+    is_half_guarded,
+    refuse_guarded,
     severity_anywhere,
 )
 from tpuport.rules._groups import deals_with_groups
@@ -147,7 +148,7 @@ class CudaRuntime(Rule):
             chosen = deals_with_groups(node, context.module)
             found = Severity.DEVICE if chosen else severity_anywhere(node, context)
             context.report(self, node, call=node, severity=found)
-        elif is_for_processes(node, context.module):
+        elif is_half_guarded(node, context.module):
             context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:
@@ -159,6 +160,7 @@ class CudaRuntime(Rule):
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if isinstance(node, ast.Assert):
             raise NotFixable("only the author knows whether the code needs a GPU")
+        refuse_guarded(node, context.module, ASKS_STREAMS)
         statement = context.module.parents[node]
         if not isinstance(statement, ast.Expr):
             raise NotFixable("its value is used")

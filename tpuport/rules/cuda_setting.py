@@ -4,7 +4,7 @@ import ast
 import re
 from dataclasses import dataclass
 
-from tpuport.rules._devices import ASKS_DEVICE, AVAILABLE, is_guarded
+from tpuport.rules._devices import ASKS_DEVICE, AVAILABLE, is_guarded, outermost_choice
 from tpuport.rules._origins import last_name
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Safety, Severity
@@ -203,7 +203,7 @@ class CudaSetting(Rule):
                 return
             found = "a device that a TPU machine does not have"
         words = _ASKS_PRECISION if found is _FLOAT16 else ASKS_DEVICE
-        if not is_guarded(node, context.module, words):
+        if not is_guarded(node, context.module, words, strictly=True):
             self._say(node, found, context)
 
     def visit_IfExp(self, node: ast.IfExp, context: Context) -> None:
@@ -245,7 +245,7 @@ class CudaSetting(Rule):
         ):
             return
         if context.name(node.func) == "torch.cuda.device_count":
-            if not is_guarded(node, context.module):
+            if not is_guarded(node, context.module, strictly=True):
                 self._say(node, "0 on a TPU machine", context)
 
     def _say(self, node: ast.expr, consequence: str, context: Context) -> None:
@@ -295,9 +295,9 @@ def _stands_for_cuda(name: str, module: Module) -> bool:
     return bool(values) and all(AVAILABLE in ast.unparse(value) for value in values)
 
 
-def _setting(node: ast.Constant, context: Context) -> str:
+def _setting(node: ast.expr, context: Context) -> str:
     """Return the name of what a constant sets: a variable, an argument, a key or an option."""
-    parent = context.module.parents[node]
+    node, parent = outermost_choice(node, context.module)
     match parent:
         case ast.keyword(arg="default") if _is_option(node, context):
             return _option(context.module.parents[parent])
@@ -334,7 +334,7 @@ def _argument(arguments: ast.arguments, default: ast.expr) -> str:
     return next((one.arg for one, value in [*pairs, *named] if value is default), "")
 
 
-def _is_option(node: ast.Constant, context: Context) -> bool:
+def _is_option(node: ast.expr, context: Context) -> bool:
     """Return whether a constant is the default of an option of a command."""
     parent = context.module.parents[node]
     call = context.module.parents[parent] if isinstance(parent, ast.keyword) else parent

@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._cuda_facts import GROUP_WRAPPERS, NEED_GROUP, NOTHING_ALONE, VALUES_ALONE
-from tpuport.rules._devices import is_guarded, severity
+from tpuport.rules._devices import is_guarded, refuse_guarded, severity
 from tpuport.rules._groups import ASKS_GROUP, follows_a_start, has_group, is_chosen
 from tpuport.rules._guarding import chosen, guarded_statement
 from tpuport.rules._rule import Example, Rule
@@ -149,6 +149,7 @@ class DistributedCall(Rule):
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
+        refuse_guarded(node, context.module, ASKS_GROUP)
         function = (context.name(node.func) or "").removeprefix(PACKAGE)
         dotted = context.module.source(node.func).rpartition(".")[0]
         if not dotted or has_group(node):

@@ -176,6 +176,12 @@ class Roles:
         return self.module.is_script
 
     @cached_property
+    def is_about_arrays(self) -> bool:
+        """Return whether the file uses numpy and not torch, so that what it is given are arrays."""
+        roots = {full.lstrip(".").partition(".")[0] for full in self.module.imports.values()}
+        return "numpy" in roots and roots.isdisjoint(("torch", "jax", "einops"))
+
+    @cached_property
     def steps(self) -> list[Function]:
         """Return the functions of steps, starting with those that no other step here calls."""
         called = {
@@ -356,7 +362,7 @@ class Roles:
             for a, value in zip(arguments, known, strict=True)
             if value is None and not names_another_class(a.annotation)
         ]
-        if not bare:
+        if not bare or self.is_about_arrays:
             return False
         used = self.used(function)
         return any(is_used_like_a_tensor(used.get(name, ())) for name in bare)
