@@ -13,6 +13,25 @@ HOST = {
         def main():
             device = torch.device("cpu" if not torch.cuda.is_available() else "cuda")  # found
     """,
+    "as a result": """
+        import torch as th
+        def dev():
+            if th.cuda.is_available():
+                return th.device(f"cuda")  # found
+            return th.device("cpu")
+        def name():
+            if th.cuda.is_available():
+                return th.cuda.get_device_name(0)
+    """,
+    "a number of devices, once a launcher is there": """
+        import os
+        import torch
+        def init(args):
+            if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+                args.gpu = 0
+            elif "SLURM_PROCID" in os.environ:
+                args.gpu = args.rank % torch.cuda.device_count()  # found
+    """,
     "a name that says so": """
         import torch
         use_cuda = not args.no_cuda and torch.cuda.is_available()

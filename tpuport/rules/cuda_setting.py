@@ -14,23 +14,31 @@ from tpuport.source.syntax.module import Module
 _DEVICE = re.compile(r"(^|[-_])device$", re.IGNORECASE)
 _CUDA = re.compile(r"^cuda(:\d+)?$")
 _FLOAT16 = "a TPU has to widen float16: bfloat16 is its half precision"
+_ASKS_PRECISION = re.compile(rf"{ASKS_DEVICE.pattern}|fp16|half|bf16|dtype|precision", re.I)
 _QUANTISED = "bitsandbytes has kernels for CUDA alone"
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Settings with one meaning: the values, the names of what takes them, and the consequence."""
+    """Settings with one meaning: the values, the names of what takes them, and the consequence.
+
+    A test that has `asks` in its words knows that the value may not do.
+    """
 
     values: re.Pattern[str]
     names: re.Pattern[str]
     consequence: str
+    asks: re.Pattern[str] = ASKS_DEVICE
 
 
+_OPTION = _Kind(_CUDA, _DEVICE, "a device that a TPU machine does not have")
 _KINDS = (
+    _OPTION,
     _Kind(
         re.compile(r"^(flash_attention_[23]|sage_?attn\w*|sage_attention|xformers)$"),
         re.compile(r"(attn|attention)_(impl|mode|backend|type)", re.IGNORECASE),
         "the package of these kernels is for CUDA alone",
+        re.compile(rf"{ASKS_DEVICE.pattern}|_ver\b|version|installed|has_", re.IGNORECASE),
     ),
     _Kind(
         re.compile(r"^nccl$"),
@@ -41,6 +49,7 @@ _KINDS = (
         re.compile(r"^(fp16|float16|(fp)?16-mixed)$"),
         re.compile(r"(precision|dtype)$", re.IGNORECASE),
         _FLOAT16,
+        _ASKS_PRECISION,
     ),
     _Kind(
         re.compile(r"^(gpu|cuda)$"),
@@ -55,11 +64,9 @@ _KINDS = (
 )
 # Switches that are for CUDA when they are on.
 _SWITCHES = (
-    _Kind(re.compile("^True$"), re.compile(r"(^|[-_])fp16$"), _FLOAT16),
+    _Kind(re.compile("^True$"), re.compile(r"(^|[-_])fp16$"), _FLOAT16, _ASKS_PRECISION),
     _Kind(re.compile("^True$"), re.compile(r"load[-_]in[-_][48]bit$"), _QUANTISED),
 )
-_NO_KIND = (_Kind(_CUDA, re.compile("(?!)"), ""),)
-_ASKS_PRECISION = re.compile(rf"{ASKS_DEVICE.pattern}|fp16|half|bf16|dtype|precision", re.I)
 # Calls that declare an option of a command, with the value that it has if it is left out.
 _OPTIONS = re.compile(r"(add_argument|\boption|\bOption|\bArgument|DEFINE_\w+)$")
 # Functions that start a package for CUDA.
@@ -197,20 +204,17 @@ class CudaSetting(Rule):
         if not kinds:
             return
         name = _setting(node, context)
-        found = next((kind.consequence for kind in kinds if kind.names.search(name)), None)
-        if found is None:
-            if not (_is_cuda(node) and _DEVICE.search(name) and _is_option(node, context)):
-                return
-            found = "a device that a TPU machine does not have"
-        words = _ASKS_PRECISION if found is _FLOAT16 else ASKS_DEVICE
-        if not is_guarded(node, context.module, words, strictly=True):
-            self._say(node, found, context)
+        found = next((kind for kind in kinds if kind.names.search(name)), None)
+        if found is None or (found is _OPTION and not _is_option(node, context)):
+            return
+        if not is_guarded(node, context.module, found.asks, strictly=True):
+            self._say(node, found.consequence, context)
 
     def visit_IfExp(self, node: ast.IfExp, context: Context) -> None:
         body, other = ast.unparse(node.body), ast.unparse(node.orelse)
         if "cuda" not in body + other:
             return
-        there = _asks_for_cuda(node.test, context.module)
+        there = _asks_for_cuda(node.test, context)
         cuda, cpu = (body, other) if there else (other, body)
         chosen = there is not None and "cuda" in cuda and "cpu" in cpu and "cuda" not in cpu
         if chosen and not context.in_step(node):
@@ -220,11 +224,13 @@ class CudaSetting(Rule):
         match node.body:
             case [ast.Assign(targets=[target], value=value)]:
                 name = last_name(target) or ""
+            case [ast.Return(value=ast.expr() as value)]:
+                name = "device" if _names_device(value, context) else ""
             case _:
                 return
-        if not _DEVICE.search(name) or not _asks_for_cuda(node.test, context.module):
+        if not _DEVICE.search(name) or "cuda" not in ast.unparse(value):
             return
-        if "cuda" in ast.unparse(value) and not context.in_step(node):
+        if _asks_for_cuda(node.test, context) and not context.in_step(node):
             self._say(value, "on a TPU machine it is never chosen, without a word", context)
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
@@ -245,7 +251,7 @@ class CudaSetting(Rule):
         ):
             return
         if context.name(node.func) == "torch.cuda.device_count":
-            if not is_guarded(node, context.module, strictly=True):
+            if not is_guarded(node, context.module, ASKS_DEVICE, strictly=True):
                 self._say(node, "0 on a TPU machine", context)
 
     def _say(self, node: ast.expr, consequence: str, context: Context) -> None:
@@ -260,26 +266,35 @@ def _kinds(value: object) -> tuple[_Kind, ...]:
         return _SWITCHES
     if not isinstance(value, str) or len(value) > 20:
         return ()
-    found = tuple(kind for kind in _KINDS if kind.values.match(value))
-    return found or (_NO_KIND if _CUDA.match(value) else ())
+    return tuple(kind for kind in _KINDS if kind.values.match(value))
 
 
 def _is_cuda(node: ast.Constant) -> bool:
     return isinstance(node.value, str) and _CUDA.match(node.value) is not None
 
 
-def _asks_for_cuda(test: ast.expr, module: Module) -> bool | None:
+def _names_device(value: ast.expr, context: Context) -> bool:
+    match value:
+        case ast.Constant():
+            return _is_cuda(value)
+        case ast.Call(func=function):
+            return context.name(function) == "torch.device"
+        case _:
+            return False
+
+
+def _asks_for_cuda(test: ast.expr, context: Context) -> bool | None:
     """Return the outcome of a test with CUDA, if it asks PyTorch whether CUDA is there, or None."""
     match test:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            there = _asks_for_cuda(operand, module)
+            there = _asks_for_cuda(operand, context)
             return None if there is None else not there
         case ast.BoolOp(values=values):
-            return next((a for v in values if (a := _asks_for_cuda(v, module)) is not None), None)
-        case ast.Call():
-            return True if ast.unparse(test) == AVAILABLE else None
+            return next((a for v in values if (a := _asks_for_cuda(v, context)) is not None), None)
+        case ast.Call(func=function):
+            return True if context.name(function) == AVAILABLE[:-2] else None
         case ast.Name(id=name):
-            return True if _stands_for_cuda(name, module) else None
+            return True if _stands_for_cuda(name, context.module) else None
         case _:
             return None
 
@@ -292,7 +307,7 @@ def _stands_for_cuda(name: str, module: Module) -> bool:
         if isinstance(node, ast.Assign)
         and any(isinstance(target, ast.Name) and target.id == name for target in node.targets)
     ]
-    return bool(values) and all(AVAILABLE in ast.unparse(value) for value in values)
+    return bool(values) and all("cuda.is_available()" in ast.unparse(value) for value in values)
 
 
 def _setting(node: ast.expr, context: Context) -> str:

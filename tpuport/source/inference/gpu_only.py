@@ -227,7 +227,7 @@ def asks_for_gpu(test: ast.expr) -> bool:
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(asks_for_gpu, values))
-        case ast.Call(func=ast.Attribute(attr="is_initialized")):
+        case ast.Call(func=ast.Attribute(attr="is_initialized" | "is_in_onnx_export")):
             return True
         case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=name), attr="is_available")):
             return name in _OTHER_DEVICES
