@@ -19,7 +19,7 @@ _QUANTISED = "bitsandbytes has kernels for CUDA alone"
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Setting:
     """Settings with one meaning: the values, the names of what takes them, and the consequence.
 
     A test that has `asks` in its words knows that the value may not do.
@@ -31,32 +31,32 @@ class _Kind:
     asks: re.Pattern[str] = ASKS_DEVICE
 
 
-_OPTION = _Kind(_CUDA, _DEVICE, "a device that a TPU machine does not have")
+_OPTION = _Setting(_CUDA, _DEVICE, "a device that a TPU machine does not have")
 _KINDS = (
     _OPTION,
-    _Kind(
+    _Setting(
         re.compile(r"^(flash_attention_[23]|sage_?attn\w*|sage_attention|xformers)$"),
         re.compile(r"(attn|attention)_(impl|mode|backend|type)", re.IGNORECASE),
         "the package of these kernels is for CUDA alone",
         re.compile(rf"{ASKS_DEVICE.pattern}|_ver\b|version|installed|has_", re.IGNORECASE),
     ),
-    _Kind(
+    _Setting(
         re.compile(r"^nccl$"),
         re.compile(r"backend$|^init_process_group$", re.IGNORECASE),
         "NCCL connects GPUs of NVIDIA",
     ),
-    _Kind(
+    _Setting(
         re.compile(r"^(fp16|float16|(fp)?16-mixed)$"),
         re.compile(r"(precision|dtype)$", re.IGNORECASE),
         _FLOAT16,
         _ASKS_PRECISION,
     ),
-    _Kind(
+    _Setting(
         re.compile(r"^(gpu|cuda)$"),
         re.compile(r"(^|[-_])accelerator$", re.IGNORECASE),
         "a TPU machine has no GPU",
     ),
-    _Kind(
+    _Setting(
         re.compile(r"^CUDA_VISIBLE_DEVICES$"),
         re.compile(r"^os\.(environ|putenv)"),
         "it chooses no chip of a TPU, so that each process takes all of them",
@@ -64,8 +64,8 @@ _KINDS = (
 )
 # Switches that are for CUDA when they are on.
 _SWITCHES = (
-    _Kind(re.compile("^True$"), re.compile(r"(^|[-_])fp16$"), _FLOAT16, _ASKS_PRECISION),
-    _Kind(re.compile("^True$"), re.compile(r"load[-_]in[-_][48]bit$"), _QUANTISED),
+    _Setting(re.compile("^True$"), re.compile(r"(^|[-_])fp16$"), _FLOAT16, _ASKS_PRECISION),
+    _Setting(re.compile("^True$"), re.compile(r"load[-_]in[-_][48]bit$"), _QUANTISED),
 )
 # Calls that declare an option of a command, with the value that it has if it is left out.
 _OPTIONS = re.compile(r"(add_argument|\boption|\bOption|\bArgument|DEFINE_\w+)$")
@@ -260,7 +260,7 @@ class CudaSetting(Rule):
         context.report(self, shown, code=context.module.source(shown), consequence=consequence)
 
 
-def _kinds(value: object) -> tuple[_Kind, ...]:
+def _kinds(value: object) -> tuple[_Setting, ...]:
     """Return the kinds of setting that a constant may be; asked of every constant of a file."""
     if value is True:
         return _SWITCHES
