@@ -239,8 +239,6 @@ OTHERWISE = """
 
 Breaking lines of the porter's lists that are not found, on purpose or not:
 
-- `torch.compile` behind a flag or in a `try` is a note: a program is compiled either way, and
-  `tpuport` skips it.
 - What follows from a line that is found is not found again: slices by a number that `.item()` gave,
   `log_prob` of a distribution whose constructor is found.
 - An import whose handler raises with a message of its own knows that the package may be missing.
