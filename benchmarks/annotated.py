@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+from benchmarks import porter
 from tpuport.rules._apply import find
 from tpuport.source.inference.cross_file import find_reached, summarise
 from tpuport.source.inference.inference import StaticKinds
@@ -120,12 +121,18 @@ def lint(root: Path, folders: Iterable[str], files: Iterable[str]) -> list[Findi
     return [
         finding
         for file in files
+        if file in texts
         for finding in find(texts[file], file=file, kinds=StaticKinds(reached[file]))
     ]
 
 
-def page(scores: Mapping[str, Score]) -> str:
-    """Return the page that shows the scores, by the repository and commit that was judged."""
+def page(scores: Mapping[str, Score], touched: Mapping[str, Iterable[Finding]]) -> str:
+    """Return the page that shows the scores.
+
+    Args:
+        scores: The scores by the repository and commit that was judged.
+        touched: The findings by the name of a porter's list.
+    """
     rows = [
         f"| {commit} | {found.sites.total()} | {found.sites[BREAKS]} | {found.precision:.3f} |"
         f" {found.recall:.3f} | {found.false_alarms:.2%} |"
@@ -136,7 +143,14 @@ def page(scores: Mapping[str, Score]) -> str:
         for found in scores.values()
         for site in found.missed
     ]
-    return HEAD + "\n".join(rows) + MISSED + "\n".join(missed or ["- none"]) + "\n"
+    return (
+        HEAD
+        + "\n".join(rows)
+        + MISSED
+        + "\n".join(missed or ["- none"])
+        + "\n"
+        + porter.section(touched)
+    )
 
 
 HEAD = """\
@@ -166,6 +180,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.annotated", description=__doc__)
     for name, (_, commit) in REPOSITORIES.items():
         parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"checkout of {commit}")
+    for name, (_, read) in porter.LISTS.items():
+        if name not in REPOSITORIES:
+            parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"a copy of {read}")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")
     options = vars(parser.parse_args())
     scores: dict[str, Score] = {}
@@ -174,11 +191,16 @@ def main() -> None:
             sites = read_sites(name)
             files = sorted({site["file"] for site in sites})
             scores[commit] = score(sites, lint(options[name], folders, files))
-    text = page(scores)
+    touched = {
+        name: lint(options[name], folders, {site["file"] for site in porter.read_list(name)})
+        for name, (folders, _) in porter.LISTS.items()
+        if options[name] is not None
+    }
+    text = page(scores, touched)
     print(text)
     for commit, found in scores.items():
         print(f"{commit}: errors {dict(found.errors)}, others {dict(found.others)}")
-    if len(scores) == len(REPOSITORIES):
+    if len(scores) == len(REPOSITORIES) and len(touched) == len(porter.LISTS):
         options["out"].write_text(text, encoding="utf-8")
         print(f"wrote {options['out']}")
 

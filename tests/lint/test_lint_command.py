@@ -366,7 +366,7 @@ def test_host_code_for_cuda_is_in_the_summary(project, invoke):
     project({"train.py": script})
     shown = invoke("lint", "--no-cache")
     assert shown.exit_code == 0
-    assert "Host code for CUDA: 2 lines in 1 file, which `tpuport run` answers" in shown.stdout
+    assert "Host code for CUDA: 2 lines in 1 file; `tpuport run` answers" in shown.stdout
     assert "  train.py: 4, 5\n" in shown.stdout
     listed = invoke("lint", "--no-cache", "--severity", "device", "--format", "concise")
     assert listed.exit_code == 1

@@ -135,7 +135,10 @@ def test_code_for_several_processes_or_for_measuring_is_a_note():
         assert severities("TPU512", f"import torch\n{head}\n{call}") == [Severity.DEVICE]
     step = "def step(optimizer):\n    for group in optimizer.param_groups: pass"
     assert severities("TPU512", f"import torch\n{step}\n{call}") == [Severity.ERROR]
-    assert severities("TPU512", "import torch\nif ddp: torch.cuda.set_device(0)\n") == []
+    assert severities("TPU512", "import torch\nif ddp: torch.cuda.set_device(0)\n") == [
+        Severity.DEVICE
+    ]
+    assert severities("TPU512", "import torch\nif gpu: torch.cuda.set_device(0)\n") == []
     timer = f"import torch\nclass Timer:\n  def __enter__(self):\n{call}"
     assert severities("TPU512", timer) == [Severity.DEVICE]
 

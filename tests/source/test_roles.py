@@ -4,9 +4,10 @@ import textwrap
 
 import pytest
 
-from tpuport.rules._apply import find
+from tpuport.rules._apply import find, rewrite
 from tpuport.source.inference.cross_file import find_reached, summarise
 from tpuport.source.inference.roles import Roles
+from tpuport.source.rewrite.finding import Severity
 from tpuport.source.syntax.module import Module
 
 HEAD = "import torch\nimport jax\nfrom torch import nn, Tensor\n"
@@ -15,7 +16,10 @@ HEAD = "import torch\nimport jax\nfrom torch import nn, Tensor\n"
 def roles(source: str, file: str = "model.py") -> dict[str, str]:
     """The role of each function of a file."""
     found = Roles(Module(HEAD + textwrap.dedent(source), file=file))
-    return {function.name: found.of(function).value for function in found.everything}
+    return {
+        function.name: "off tpu" if found.is_off_tpu(function) else found.of(function).value
+        for function in found.everything
+    }
 
 
 def test_a_module_runs_its_forward_and_what_that_calls():
@@ -213,7 +217,26 @@ def test_code_behind_cuda_kernels_is_no_step():
     """)
     steps = [name for name, role in found.items() if role == "step"]
     assert steps == ["shared", "forward"]
-    assert found["_unpad"] == found["_flash"] == "host"
+    assert found["_unpad"] == found["_flash"] == "off tpu"
+
+
+def test_what_only_gpus_run_is_host_code_for_cuda_and_is_not_rewritten():
+    source = HEAD + textwrap.dedent("""
+        from flash_attn import flash_attn_varlen_func
+
+        def attend(q: Tensor, mask: Tensor):
+            longest = mask.sum(-1).max().item()
+            return flash_attn_varlen_func(q[mask > 0], longest)
+
+        def forward(x: Tensor, counts: Tensor):
+            if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
+                print(counts.tolist())
+            return x
+    """)
+    found = {f.code: f.severity for f in find(source) if not f.code.startswith("TPU5")}
+    assert found == dict.fromkeys(found, Severity.DEVICE)
+    assert {"TPU110", "TPU210"} <= set(found)
+    assert rewrite(source).source == source
 
 
 # Across files.
@@ -321,7 +344,8 @@ def test_branches_that_ask_for_cuda_or_processes_are_no_part_of_a_step(
     source = (
         f"{HEAD}def forward(x: Tensor, n):\n    if {test}:\n        return float(x)\n    return x\n"
     )
-    assert [finding.code for finding in find(source)] == expected
+    found = [f for f in find(source) if f.severity is not Severity.DEVICE]
+    assert [finding.code for finding in found] == expected
     other = source.replace(
         "        return float(x)\n", "        pass\n    else:\n        float(x)\n"
     )

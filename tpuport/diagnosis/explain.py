@@ -8,12 +8,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from tpuport.diagnosis import causes
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised
 from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.tracebacks import trim
 from tpuport.foundation.user_frames import CodePlace, is_inside, passes_through, user_places
 
 if TYPE_CHECKING:
@@ -98,18 +99,28 @@ def _caller() -> tuple[CodePlace, ...]:
     return () if frame is None else (CodePlace.at(frame.f_code.co_filename, frame.f_lineno),)
 
 
-@contextlib.contextmanager
-def explaining() -> Iterator[None]:
+class explaining(contextlib.ContextDecorator):
     """Add an explanatory note to an exception that leaves the block.
 
-    Its type, arguments and traceback do not change. An exception gets one note, however many such
-    blocks it leaves.
+    Its type and arguments do not change. An exception gets one note, however many such blocks it
+    leaves. The traceback of an error that tpuport raises on purpose loses the frames of tpuport,
+    which say nothing that its message does not; TPUPORT_DEBUG=1 keeps them.
     """
-    try:
-        yield
-    except Exception as error:
-        add_explanation(error)
-        raise
+
+    def __enter__(self) -> None:
+        """Enter the block."""
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Explain the exception that leaves the block, if any."""
+        if isinstance(error, Exception):
+            add_explanation(error)
+            if isinstance(error, TpuportError):
+                trim(error)
 
 
 def add_explanation(error: BaseException) -> bool:

@@ -5,14 +5,14 @@ import re
 from pathlib import PurePath
 
 from tpuport.source.inference.roles import Role
-from tpuport.source.rewrite.finding import Severity
+from tpuport.source.rewrite.finding import NotFixable, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import Module
 
 # Words in a test after which code may take CUDA for granted.
+ASKS_DEVICE = re.compile(r"cuda|gpu|nccl|accelerat|available|deepspeed", re.IGNORECASE)
 ASKS_CUDA = re.compile(
-    r"cuda|gpu|nccl|accelerat|available|deepspeed|is_\w*(initialized|distributed)|world_size|\bddp\b",
-    re.I,
+    rf"{ASKS_DEVICE.pattern}|is_\w*(initialized|distributed)|world_size|\bddp\b", re.IGNORECASE
 )
 _CUDA = re.compile(r"cuda")
 _ASSERTED = re.compile(r"cuda|gpu|available|is_initialized", re.IGNORECASE)
@@ -41,6 +41,8 @@ _PREDICATE = re.compile(r"^_?(is|has|can|supports?|check|detect)_")
 FOR_CUDA = re.compile(r"cuda|gpu|nccl|nvidia|nvtx|nsys|_dist(_|$)|distribut|slurm|ddp", re.I)
 _MEASURES = re.compile(r"nvtx|nsys|profil|timer", re.I)
 REQUIRES = re.compile(r"(check|require|assert|ensure|verify)\w*(cuda|gpu)", re.IGNORECASE)
+# A `try` around more statements than this is about errors of any kind.
+_SHORT_TRY = 3
 EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 AVAILABLE = "torch.cuda.is_available()"
 
@@ -95,7 +97,9 @@ def _in_main(node: ast.AST, module: Module) -> bool:
     )
 
 
-def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA) -> bool:
+def is_guarded(
+    node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA, *, strictly: bool = False
+) -> bool:
     """Return whether a test around a node, or an exit before it, asks for what the node needs.
 
     The side of the test that the node is on does not count, since code that asks knows of machines
@@ -105,13 +109,45 @@ def is_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA
         node: The node that needs CUDA, or what `words` is about.
         module: The file.
         words: The pattern that the source of such a test contains.
+        strictly: Whether an assertion, and a `try` around many statements, are no guards.
     """
     child = node
     for parent in module.ancestors(node):
-        if _asks(parent, child, words) or _is_caught(parent, child) or _exits(parent, child, words):
+        if _asks(parent, child, words) or _exits(parent, child, words, strictly=strictly):
+            return True
+        if _is_caught(parent, child) and not (strictly and _is_long(parent)):
             return True
         child = parent
     return False
+
+
+def outermost_choice(node: ast.expr, module: Module) -> tuple[ast.expr, ast.AST]:
+    """Return the outermost `or` or `x if t else y` that offers a value, and its parent."""
+    parent = module.parents[node]
+    while isinstance(parent, ast.BoolOp) or (
+        isinstance(parent, ast.IfExp) and parent.test is not node
+    ):
+        node, parent = parent, module.parents[parent]
+    return node, parent
+
+
+def is_half_guarded(node: ast.AST, module: Module) -> bool:
+    """Return whether what guards a node says nothing about machines without CUDA.
+
+    It asks for several processes or for offloading, insists on CUDA, or is a `try` around much
+    else. A TPU machine may come here, so a port changes the line.
+    """
+    return not is_guarded(node, module, ASKS_DEVICE, strictly=True)
+
+
+def refuse_guarded(node: ast.AST, module: Module, words: re.Pattern[str] = ASKS_CUDA) -> None:
+    """Refuse to fix what a test guards in part: only the author knows what the test stands for.
+
+    Raises:
+        NotFixable: a test guards the node.
+    """
+    if is_guarded(node, module, words):
+        raise NotFixable("a test around it asks for CUDA or for several processes")
 
 
 def _asks(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
@@ -146,23 +182,36 @@ def _is_caught(parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.Try) or child not in parent.body:
         return False
     return any(
-        handler.type is None
-        or any(
-            (isinstance(name, ast.Name) and name.id in CATCHING)
-            or (isinstance(name, ast.Attribute) and name.attr in CATCHING)
-            for name in ast.walk(handler.type)
-        )
+        not isinstance(handler.body[-1], ast.Raise) and _catches(handler)
         for handler in parent.handlers
     )
 
 
-def _exits(parent: ast.AST, child: ast.AST, words: re.Pattern[str]) -> bool:
+def _is_long(parent: ast.AST) -> bool:
+    return isinstance(parent, ast.Try) and len(parent.body) > _SHORT_TRY
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    return any(
+        (isinstance(name, ast.Name) and name.id in CATCHING)
+        or (isinstance(name, ast.Attribute) and name.attr in CATCHING)
+        for name in ast.walk(handler.type)
+    )
+
+
+def _exits(parent: ast.AST, child: ast.AST, words: re.Pattern[str], *, strictly: bool) -> bool:
     """Return whether an earlier statement of `child`'s block exits, depending on a test."""
     for field in ("body", "orelse", "finalbody", "handlers"):
         block: list[ast.AST] | ast.AST = getattr(parent, field, [])
         if isinstance(block, list) and child in block:
             before = block[: block.index(child)]
-            return any(_leaves(statement, words) for statement in before)
+            return any(
+                _leaves(statement, words)
+                for statement in before
+                if not (strictly and isinstance(statement, ast.Assert))
+            )
     return False
 
 
@@ -175,7 +224,7 @@ def _leaves(statement: ast.AST, words: re.Pattern[str]) -> bool:
             return isinstance(last, EXITS) and _mentions(test, words)
         case ast.Expr(value=ast.Call(func=function)):
             return (
-                words in (ASKS_CUDA, ASKS_STREAMS)
+                words in (ASKS_CUDA, ASKS_STREAMS, ASKS_DEVICE)
                 and REQUIRES.search(ast.unparse(function)) is not None
             )
         case _:
@@ -189,7 +238,20 @@ def within(node: ast.AST, module: Module, name: str) -> bool:
 
 
 def insists_on_cuda(node: ast.Assert, context: Context) -> bool:
-    """Return whether an assertion that always runs requires CUDA."""
-    asks = isinstance(node.test, ast.Call) and context.name(node.test.func) == AVAILABLE[:-2]
+    """Return whether an assertion that always runs requires CUDA, or a tensor on a GPU."""
+    tests = node.test.values if isinstance(node.test, ast.BoolOp) else [node.test]
+    asks = any(_insists(test, context) for test in tests)
     around = context.module.ancestors(node)
     return asks and not any(isinstance(parent, ast.If | ast.Try) for parent in around)
+
+
+def _insists(test: ast.expr, context: Context) -> bool:
+    match test:
+        case ast.Call(func=function):
+            return context.name(function) == AVAILABLE[:-2]
+        case ast.Attribute(attr=name):
+            return name == "is_cuda"
+        case ast.Compare(left=ast.Attribute(attr="type"), comparators=[ast.Constant(value=kind)]):
+            return kind == "cuda" and isinstance(test.ops[0], ast.Eq)
+        case _:
+            return False

@@ -6,11 +6,15 @@ Such code knows that there may be no group, so its calls are not faults.
 import ast
 import re
 
+from tpuport.rules._origins import last_name
+from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import Module
 
 # Names that code gives to a process group.
 _GROUP = re.compile(r"\b(\w*_)?(group|mesh|pg)\b")
-_STARTS = re.compile(r"\b(init_process_group|init_dist\w*|PartialState|Accelerator)\(")
+_STARTS = re.compile(r"\b(init_process_group|(init|setup)_dist\w*|PartialState|Accelerator)\(")
+# What is the same whatever connects the processes: ranks, barriers, Python objects.
+_ANY_GROUP = re.compile(r"^get_|barrier$|_object")
 # Words in a test after which code may take a process group for granted.
 ASKS_GROUP = re.compile(
     r"initiali[sz]ed|is_available|world_size|rank|group|distributed|parallel|ddp|fsdp|dist\b"
@@ -31,6 +35,13 @@ def is_chosen(call: ast.Call, module: Module) -> bool:
     if deals_with_groups(call, module) and not _makes_group(call):
         return True
     return _STARTS.search(module.text.text) is not None and not _makes_group(call)
+
+
+def follows_a_start(call: ast.Call, context: Context) -> bool:
+    """Return whether host code asks what any group answers, once its file's start of it works."""
+    starts = _STARTS.search(context.module.text.text) is not None
+    asks = _ANY_GROUP.search(last_name(call.func) or "") is not None
+    return starts and asks and not context.in_step(call)
 
 
 def _speaks_of_group(statements: list[ast.stmt]) -> bool:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from tpuport.rules._origins import counter_of
+from tpuport.source.inference.roles import HOST_FUNCTION
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.statements import walk_scope
 
@@ -32,7 +33,7 @@ def model_calls(node: Loop) -> Iterator[ast.Call]:
 def _is_model(node: ast.expr) -> bool:
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
-            return _MODEL.search(name) is not None
+            return _MODEL.search(name) is not None and HOST_FUNCTION.search(name) is None
         case _:
             return False
 

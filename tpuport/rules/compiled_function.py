@@ -23,7 +23,8 @@ class CompiledFunction(Rule):
 
     ## What it does
     Finds `torch.compile` as a decorator or a call, and `torch.jit.trace` in a step. The fix takes
-    `torch.compile` away. `torch.jit.script` and compilation that a test chooses are noted.
+    `torch.compile` away. Compilation that a test chooses is host code, and `torch.jit.script` is
+    noted.
 
     ## Why is this bad?
     `jax.jit` compiles the program. Under torchax `torch.compile` is skipped, and raises with
@@ -171,7 +172,7 @@ def _is_candidate(node: ast.Attribute | ast.Name, context: Context) -> bool:
 def _fate(node: ast.expr, context: Context) -> tuple[Severity, str]:
     """Return the severity of a use of `torch.compile`, and what happens to it, in words."""
     if is_guarded(node, context.module, ASKS):
-        return Severity.NOTE, "skipped under torchax"
+        return Severity.DEVICE, "skipped under torchax: a program is compiled in any case"
     if _has_true(context.module.parents[node], "fullgraph"):
         return Severity.ERROR, "under torchax `fullgraph=True` raises"
     return (

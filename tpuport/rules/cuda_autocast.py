@@ -2,7 +2,7 @@
 
 import ast
 
-from tpuport.rules._devices import AVAILABLE, is_guarded
+from tpuport.rules._devices import AVAILABLE, is_guarded, is_half_guarded, refuse_guarded
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
@@ -124,14 +124,21 @@ class CudaAutocast(Rule):
         name = context.name(node.func)
         if name is None or not _is_on(node):
             return
+        if name == "functools.partial" and node.args and context.name(node.args[0]) in _CUDA:
+            context.report(self, node, call=node)
         if name in _SCALERS:
             context.report(self, node, call=node, severity=Severity.DEVICE)
         elif name in _CUDA or (name in _GENERAL and _device(node) is not None):
             if not is_guarded(node, context.module):
                 context.report(self, node, call=node)
+            elif is_half_guarded(node, context.module):
+                context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
+        refuse_guarded(node, context.module)
+        if context.name(node.func) == "functools.partial":
+            raise NotFixable("it is made here and used elsewhere")
         if context.name(node.func) in _SCALERS:
             raise NotFixable("without CUDA a scaler does nothing")
         device = _device(node)

@@ -2,7 +2,13 @@
 
 import ast
 
-from tpuport.rules._devices import is_guarded, severity_anywhere, within
+from tpuport.rules._devices import (
+    is_guarded,
+    is_half_guarded,
+    refuse_guarded,
+    severity_anywhere,
+    within,
+)
 from tpuport.rules._expressions import OPS
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -135,13 +141,17 @@ class CudaCall(Rule):
         receiver = node.func.value
         if not _is_move(node) or is_ops_call(node) or context.name(receiver) is not None:
             return
-        if within(node, context.module, "cuda") or is_guarded(node, context.module):
+        if within(node, context.module, "cuda"):
             return
-        context.report(self, node, call=node, severity=severity_anywhere(node, context))
+        if not is_guarded(node, context.module):
+            context.report(self, node, call=node, severity=severity_anywhere(node, context))
+        elif is_half_guarded(node, context.module):
+            context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
         assert isinstance(node.func, ast.Attribute)
+        refuse_guarded(node, context.module)
         module, origin = context.module, context.module.origin(node)
         start, name_end = module.span(node.func)
         text = module.text.text

@@ -3,7 +3,14 @@
 import ast
 import re
 
-from tpuport.rules._devices import AVAILABLE, is_guarded, severity_anywhere
+from tpuport.rules._devices import (
+    AVAILABLE,
+    is_guarded,
+    is_half_guarded,
+    outermost_choice,
+    refuse_guarded,
+    severity_anywhere,
+)
 from tpuport.rules._guarding import chosen
 from tpuport.rules._origins import last_name
 from tpuport.rules._rule import Example, Rule
@@ -161,8 +168,12 @@ class CudaDevice(Rule):
 
     def visit_Constant(self, node: ast.Constant | ast.JoinedStr, context: Context) -> None:
         use = _device_use(node, context) if _is_device_name(node) else None
-        if use is not None and not is_guarded(node, context.module):
+        if use is None:
+            return
+        if not is_guarded(node, context.module):
             context.report(self, node, device=node, severity=severity_anywhere(node, context, use))
+        elif is_half_guarded(node, context.module):
+            context.report(self, node, device=node, severity=Severity.DEVICE)
 
     visit_JoinedStr = visit_Constant
 
@@ -175,6 +186,7 @@ class CudaDevice(Rule):
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if not isinstance(node, ast.Constant | ast.JoinedStr):
             raise NotFixable("the parameter's default is rewritten instead")
+        refuse_guarded(node, context.module)
         return Fix((_choice(node, context),), ("torch",))
 
 
@@ -211,7 +223,7 @@ def _device_use(node: ast.expr, context: Context) -> Severity | None:
         node: A string for which `_is_device_name` is true.
         context: The file and what is inferred about it.
     """
-    inner, parent = _outermost_choice(node, context)
+    inner, parent = outermost_choice(node, context.module)
     match parent:
         case ast.Call():
             return _argument_use(parent, inner, context)
@@ -228,16 +240,6 @@ def _device_use(node: ast.expr, context: Context) -> Severity | None:
             return _default_use(parent, inner)
         case _:
             return None
-
-
-def _outermost_choice(node: ast.expr, context: Context) -> tuple[ast.expr, ast.AST]:
-    """Return the outermost `or` or `x if t else y` that offers a value, and its parent."""
-    parent = context.module.parents[node]
-    while isinstance(parent, ast.BoolOp) or (
-        isinstance(parent, ast.IfExp) and parent.test is not node
-    ):
-        node, parent = parent, context.module.parents[parent]
-    return node, parent
 
 
 def _argument_use(call: ast.Call, argument: ast.expr, context: Context) -> Severity | None:

@@ -13,6 +13,10 @@ from tpuport.source.syntax.module import Function, Module
 
 # At the top of a file any test is taken for one that asks whether the package is there.
 _ANY = re.compile("")
+_ASKS_PACKAGE = re.compile(
+    r"available|installed|has_|_found|find_spec|import|supported|version|cuda|gpu|nvidia|TYPE_CHECK",
+    re.IGNORECASE,
+)
 
 
 class CudaImport(Rule):
@@ -21,7 +25,8 @@ class CudaImport(Rule):
     ## What it does
     Finds imports of packages such as flash_attn, xformers, triton, apex, deepspeed and bitsandbytes
     at the top of a file or class, and in a constructor or `forward`, where nothing catches the
-    error or asks first. An import in any other function is noted.
+    error or asks first. An import in any other function, or only for a flag or setting, is host
+    code: that setting does not work on a TPU machine.
 
     ## Why is this bad?
     The packages hold kernels for NVIDIA GPUs. On a TPU machine they are not installed, so the file
@@ -136,13 +141,16 @@ class CudaImport(Rule):
         own = {*PurePath(context.module.file).parts, *context.own}  # a package may import itself
         roots = [name.partition(".")[0] for name in names]
         packages = [root for root in roots if root in CUDA_PACKAGES and root not in own]
-        if not packages or is_guarded(node, context.module, _ANY):
+        if not packages:
             return
         function = context.module.function(node)
+        chosen = is_guarded(node, context.module, _ANY)
+        if chosen and (function is None or is_guarded(node, context.module, _ASKS_PACKAGE)):
+            return
         if any(isinstance(parent, ast.Try) for parent in context.module.ancestors(node)):
             return
         # Not by role: code that uses a package of kernels is taken for code that no TPU runs.
-        lazy = function is not None and not _is_entry(function, context.module)
+        lazy = chosen or (function is not None and not _is_entry(function, context.module))
         reached = Severity.DEVICE if lazy or is_aside(node, context.module) else Severity.ERROR
         context.report(self, node, package=packages[0], severity=reached)
 

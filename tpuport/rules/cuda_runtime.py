@@ -8,6 +8,8 @@ from tpuport.rules._devices import (
     AVAILABLE,
     insists_on_cuda,
     is_guarded,
+    is_half_guarded,
+    refuse_guarded,
     severity_anywhere,
 )
 from tpuport.rules._groups import deals_with_groups
@@ -24,7 +26,8 @@ class CudaRuntime(Rule):
     Finds calls such as `torch.cuda.synchronize()`, `torch.cuda.set_device(0)`, `torch.cuda.Event()`
     and `torch.cuda.get_device_properties(0)` that no test for CUDA guards. The fix puts
     `if torch.cuda.is_available():` before a statement that only acts; a call whose value is used
-    stays, and so does `assert torch.cuda.is_available()`, which is also found. Calls that PyTorch
+    stays, and so does `assert torch.cuda.is_available()`, which is also found, as is
+    `assert x.is_cuda`. Calls that PyTorch
     answers without CUDA are not found.
 
     ## Why is this bad?
@@ -145,14 +148,19 @@ class CudaRuntime(Rule):
             chosen = deals_with_groups(node, context.module)
             found = Severity.DEVICE if chosen else severity_anywhere(node, context)
             context.report(self, node, call=node, severity=found)
+        elif is_half_guarded(node, context.module):
+            context.report(self, node, call=node, severity=Severity.DEVICE)
 
     def visit_Assert(self, node: ast.Assert, context: Context) -> None:
         if insists_on_cuda(node, context):
-            context.report(self, node, call=node.test, severity=severity_anywhere(node, context))
+            off_tpu = context.is_off_tpu(node)
+            found = Severity.DEVICE if off_tpu else severity_anywhere(node, context)
+            context.report(self, node, call=node.test, severity=found)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if isinstance(node, ast.Assert):
             raise NotFixable("only the author knows whether the code needs a GPU")
+        refuse_guarded(node, context.module, ASKS_STREAMS)
         statement = context.module.parents[node]
         if not isinstance(statement, ast.Expr):
             raise NotFixable("its value is used")

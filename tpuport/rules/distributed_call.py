@@ -3,8 +3,8 @@
 import ast
 
 from tpuport.rules._cuda_facts import GROUP_WRAPPERS, NEED_GROUP, NOTHING_ALONE, VALUES_ALONE
-from tpuport.rules._devices import is_guarded, severity
-from tpuport.rules._groups import ASKS_GROUP, has_group, is_chosen
+from tpuport.rules._devices import is_guarded, refuse_guarded, severity
+from tpuport.rules._groups import ASKS_GROUP, follows_a_start, has_group, is_chosen
 from tpuport.rules._guarding import chosen, guarded_statement
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -20,8 +20,9 @@ class DistributedCall(Rule):
     Finds collectives, `get_rank`, `new_group`, `DistributedDataParallel` and the like where no test
     of `is_initialized()`, of the world size or of a flag guards them. The fix makes `get_rank()`
     0 and `get_world_size()` 1 without a process group, and runs a barrier, a broadcast or an
-    `all_reduce` only with one. A call on a branch, in a function that deals with groups, or in a
-    file that starts the group itself is only noted.
+    `all_reduce` only with one. A call on a branch or in a function that deals with groups is host
+    code for GPUs, and so is a collective of a step behind such a test. Host code in a file that
+    starts the group itself is only noted, but for the start.
 
     ## Why is this bad?
     A ported program is one process that drives all chips; no process group exists, and the call
@@ -132,14 +133,23 @@ class DistributedCall(Rule):
     def visit_Call(self, node: ast.Call, context: Context) -> None:
         name = context.name(node.func) or ""
         function = name.removeprefix(PACKAGE)
-        is_ours = name in GROUP_WRAPPERS or (function != name and function in NEED_GROUP)
-        if not is_ours or is_guarded(node, context.module, ASKS_GROUP):
+        if name not in GROUP_WRAPPERS and (function == name or function not in NEED_GROUP):
+            return
+        if is_guarded(node, context.module, ASKS_GROUP):
+            moves = function not in VALUES_ALONE and "barrier" not in function
+            if moves and context.in_step(node):
+                context.report(self, node, call=node, severity=Severity.DEVICE)
             return
         reached = Severity.DEVICE if is_chosen(node, context.module) else Severity.ERROR
-        context.report(self, node, call=node, severity=severity(node, context, reached))
+        found = severity(node, context, reached)
+        asks_given = function in VALUES_ALONE and has_group(node)
+        if found is Severity.DEVICE and (asks_given or follows_a_start(node, context)):
+            found = Severity.NOTE
+        context.report(self, node, call=node, severity=found)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
+        refuse_guarded(node, context.module, ASKS_GROUP)
         function = (context.name(node.func) or "").removeprefix(PACKAGE)
         dotted = context.module.source(node.func).rpartition(".")[0]
         if not dotted or has_group(node):

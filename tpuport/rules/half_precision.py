@@ -4,6 +4,7 @@ import ast
 import re
 
 from tpuport.rules._devices import is_guarded, severity, within
+from tpuport.rules._origins import last_name
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
@@ -19,8 +20,9 @@ class HalfPrecision(Rule):
     """Tensors in float16.
 
     ## What it does
-    Finds `.half()`, `.to(torch.float16)` and arguments such as `dtype=torch.float16` where no test
-    chooses the precision. The fix, which has to be asked for, uses bfloat16.
+    Finds `.half()`, `.to(torch.float16)`, arguments such as `dtype=torch.float16` and, in host
+    code, variables such as `self.vae_dtype = torch.float16`, where no test chooses the precision.
+    The fix, which has to be asked for, uses bfloat16.
 
     ## Why is this bad?
     The matrix unit of a TPU multiplies bfloat16. Float16 runs, but is widened first, so it costs
@@ -103,6 +105,8 @@ class HalfPrecision(Rule):
         if node.attr not in ("float16", "half") or context.name(node) not in _HALF:
             return
         call = context.module.parents[node]
+        if isinstance(call, ast.Assign) and _is_dtype(call.targets[0]):
+            self._report_variable(call, node, context)
         if isinstance(call, ast.keyword) and call.arg is not None and call.arg.endswith("dtype"):
             call = context.module.parents[call]
         elif not isinstance(call, ast.Call) or node not in call.args:
@@ -116,6 +120,10 @@ class HalfPrecision(Rule):
         if not is_guarded(call, context.module, _ASKS_PRECISION):
             context.report(self, node, code=call, severity=severity(node, context, Severity.SLOW))
 
+    def _report_variable(self, node: ast.Assign, value: ast.expr, context: Context) -> None:
+        if not is_guarded(node, context.module, _ASKS_PRECISION):
+            context.report(self, value, code=node, severity=Severity.DEVICE)
+
     def fix(self, node: ast.AST, context: Context) -> Fix:
         name = node.func if isinstance(node, ast.Call) else node
         if not isinstance(name, ast.Attribute):
@@ -123,3 +131,7 @@ class HalfPrecision(Rule):
         _, end = context.module.span(name)
         made = Passage.of("bfloat16", context.module.origin(node))
         return Fix((Edit(end - len(name.attr), end, made),))
+
+
+def _is_dtype(target: ast.expr) -> bool:
+    return (last_name(target) or "").endswith("dtype")

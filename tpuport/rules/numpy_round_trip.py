@@ -1,4 +1,4 @@
-"""TPU310: a traced tensor handed to numpy or moved to the host."""
+"""TPU310: a traced tensor handed to numpy or scipy, or moved to the host."""
 
 import ast
 from collections.abc import Iterator
@@ -13,16 +13,17 @@ from tpuport.source.rewrite.matching import Context
 _METHODS = frozenset({"numpy", "item", "tolist", "cpu", "to"})
 # These read the shape of a tensor only.
 _SHAPES = frozenset({"numpy.shape", "numpy.ndim"})
+_LIBRARIES = ("numpy.", "scipy.")
 
 
 class NumpyRoundTrip(Rule):
-    """A traced tensor handed to numpy, or moved to the host.
+    """A traced tensor handed to numpy or scipy, or moved to the host.
 
     ## What it does
-    Finds `t.numpy()`, `t.cpu()`, `t.to("cpu")` and functions of numpy called with a tensor that
-    depends on the program's inputs, in code that is part of a step. The fix of `t.cpu()` calls
-    `tpuport.ops.to_cpu`, which moves the tensor in eager PyTorch and leaves it where it is while a
-    program is traced.
+    Finds `t.numpy()`, `t.cpu()`, `t.to("cpu")` and functions of numpy and scipy called with a
+    tensor that depends on the program's inputs, in code that is part of a step. The fix of
+    `t.cpu()` calls `tpuport.ops.to_cpu`, which moves the tensor in eager PyTorch and leaves it
+    where it is while a program is traced.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so the call raises
@@ -30,7 +31,8 @@ class NumpyRoundTrip(Rule):
 
     ## Fix safety
     The fix is exact in eager PyTorch. There is none for numpy: torch has most of its functions,
-    but not always with the same dtype of the result.
+    but not always with the same dtype of the result. What only scipy has, such as an assignment or
+    a spline, belongs before or after the step.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.TracerArrayConversionError
@@ -92,6 +94,18 @@ class NumpyRoundTrip(Rule):
         Example(
             before="""
             import torch
+            from scipy.ndimage import gaussian_filter
+
+
+            def forward(x: torch.Tensor):
+                return x * torch.as_tensor(gaussian_filter(x, 1.0))
+            """,
+            jit_error="TracerArrayConversionError",
+            left="it is scipy's",
+        ),
+        Example(
+            before="""
+            import torch
 
             WAYS = {"sum": torch.sum}
 
@@ -118,13 +132,16 @@ class NumpyRoundTrip(Rule):
         """
         import numpy as np
         import torch
+        from numpy import argsort
+        from scipy.stats import rankdata
 
 
         def forward(x: torch.Tensor, table: np.ndarray, y, device="cpu"):
             scale = np.sqrt(x.shape[-1]) * float(np.prod(x.shape)) + np.ndim(x)
             noise = torch.from_numpy(np.linspace(0, 1, 4, dtype=np.float32)).to(x.device)
             weights = torch.arange(4).cpu().numpy()
-            return x.to(torch.float32) * scale + noise.to(x) + np.float32(2) + float(weights[0])
+            order = argsort(list(x.shape)) + rankdata(weights)[0]
+            return x.to(torch.float32) * scale + noise.to(x) + np.float32(2) + float(order[0])
         """,
     )
 
@@ -134,7 +151,9 @@ class NumpyRoundTrip(Rule):
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         assert isinstance(node, ast.Call)
-        assert isinstance(node.func, ast.Attribute)
+        name = context.name(node.func) or "numpy"
+        if not isinstance(node.func, ast.Attribute) or name.startswith(_LIBRARIES):
+            raise NotFixable(f"it is {name.partition('.')[0]}'s")
         if node.func.attr in ("item", "tolist"):
             raise NotFixable("it is not known what it is called on")
         if node.func.attr not in ("cpu", "to"):
@@ -147,12 +166,10 @@ class NumpyRoundTrip(Rule):
 def _takes_to_host(node: ast.Call, context: Context) -> bool:
     """Return whether a call moves a traced tensor to the host or passes it to numpy."""
     function = node.func
-    if not isinstance(function, ast.Attribute):
-        return False
-    if function.attr in _METHODS:
+    if isinstance(function, ast.Attribute) and function.attr in _METHODS:
         return _moves(node, function, context)
     name = context.name(function) or ""
-    if not name.startswith("numpy.") or name in _SHAPES:
+    if not name.startswith(_LIBRARIES) or name in _SHAPES:
         return False
     return any(context.is_traced(argument) for argument in _arguments(node))
 

@@ -20,8 +20,8 @@ class TruthInCall(Rule):
     ## What it does
     Finds Python's `max(a, b)` and `min(a, b)` of values that depend on the program's inputs,
     `sorted`, `any`, `all`, `max` and `min` over the elements of such a tensor, `t in (1, 2)`,
-    `torch.equal` and `t.is_nonzero()`. The fix of `max(a, b)` calls `tpuport.ops.largest`, which
-    compares in the program while it is traced.
+    `0 in t`, `torch.equal` and `t.is_nonzero()`. The fix of `max(a, b)` calls
+    `tpuport.ops.largest`, which compares in the program while it is traced.
 
     ## Why is this bad?
     These compare values and take the truth of the outcome. While a program is traced there is none
@@ -100,6 +100,17 @@ class TruthInCall(Rule):
 
 
             def forward(x: torch.Tensor):
+                mask = (x > 0).long()
+                return x, mask if mask is not None and 0 in mask else None
+            """,
+            left="(mask == ...).any()",
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
                 same = torch.equal(x, -x)
                 return x, same
             """,
@@ -117,6 +128,7 @@ class TruthInCall(Rule):
             if any(name in names for name in ("a", "b")) and all(p.ndim == 2 for p in parts):
                 x = x.max(-1, keepdim=True).values + torch.any(x > 0)
             known = parts[0] not in ("none", "all") and x.dtype in (torch.float32, torch.float64)
+            known = known and 3 in parts and 3 in x.shape
             return x * n, known, sum(parts), sorted(names)
         """,
         """
@@ -139,14 +151,21 @@ class TruthInCall(Rule):
     def visit_Compare(self, node: ast.Compare, context: Context) -> None:
         match node:
             case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left, comparators=[items]):
-                if _is_list_of_numbers(items) and context.is_traced(left):
+                in_list = _is_list_of_numbers(items) and context.is_traced(left)
+                if in_list or is_one_tensor(items, context):
                     context.report(self, node, call=node)
             case _:
                 pass
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
         if isinstance(node, ast.Compare):
-            raise NotFixable("torch.isin returns the answer as a tensor")
+            items = node.comparators[0]
+            better = (
+                "torch.isin"
+                if _is_list_of_numbers(items)
+                else f"({ast.unparse(items)} == ...).any()"
+            )
+            raise NotFixable(f"{better} returns the answer as a tensor")
         assert isinstance(node, ast.Call)
         if not isinstance(node.func, ast.Name):
             raise NotFixable("(a == b).all() returns the answer as a tensor")

@@ -70,6 +70,8 @@ class VaryingScalar(Rule):
                 x = model(x, torch.tensor(step), 3, scale=0.5)
                 writer.add_scalar("loss", x.mean().item(), step)
                 print(step)
+                writer.save_model(args=x, model=model, epoch=step)
+                evaluate(model, step)
             return x
         """,
         """

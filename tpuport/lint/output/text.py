@@ -204,7 +204,7 @@ def _summary(summary: PortingSummary, paint: Paint) -> Iterator[str]:
 def _devices(summary: PortingSummary, paint: Paint) -> Iterator[str]:
     lines = sum(len(numbers) for _, numbers in summary.devices)
     where = f"{plural(lines, 'line')} in {plural(len(summary.devices), 'file')}"
-    yield f"{paint('Host code for CUDA', _BOLD)}: {where}, which `tpuport run` answers as it is"
+    yield f"{paint('Host code for CUDA', _BOLD)}: {where}; `tpuport run` answers most"
     for file, numbers in summary.devices[:_MOST_FILES]:
         listed = ", ".join(map(str, numbers[:_MOST_LINES]))
         more = f", +{len(numbers) - _MOST_LINES}" if len(numbers) > _MOST_LINES else ""

@@ -44,7 +44,11 @@ def summarise(module: Module, roles: Roles | None = None) -> Summary:
     names = {function: name_of(function, roles) for function in roles.everything}
     imports = {n: full for n, full in module.imports.items() if not full.startswith(_FOREIGN)}
     return Summary(
-        steps=[names[f] for f in roles.everything if roles.of(f) is Role.STEP],
+        steps=[
+            names[f]
+            for f in roles.everything
+            if roles.of(f) is Role.STEP and not roles.is_off_tpu(f)
+        ],
         calls={
             names[f]: [names[callee] for callee in dict.fromkeys(roles.calls(f))]
             for f in roles.everything

@@ -121,7 +121,7 @@ class Evaluator(ABC):
             return TRACED if name in ("weight", "bias") else UNKNOWN
         if value.form is Form.MASK:
             return MASK if name in MASK_KEEPERS else TRACED
-        if value.form is Form.NONE or value.form is Form.SEQUENCE:
+        if value.form in (Form.NONE, Form.SEQUENCE, Form.MAPPING):
             return UNKNOWN
         if name in OUTPUT_SEQUENCES:
             return UNKNOWN
@@ -230,6 +230,8 @@ class Evaluator(ABC):
                     return item_of(value, -number)
                 case _:
                     return item_of(value)
+        if value.form is Form.MAPPING:
+            return value.item or UNKNOWN
         if value.form in (Form.MODULE, Form.INSTANCE):
             return MODULE
         if value.kind is Kind.TRACED:

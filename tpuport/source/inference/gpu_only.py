@@ -60,6 +60,9 @@ CUDA_PACKAGES = frozenset(
         "fused_dense_lib",
         "xentropy_cuda_lib",
         "tilelang",
+        "lmdeploy",
+        "tensorrt_llm",
+        "angelslim",
     }
 )
 # The same for these and other accelerators.
@@ -174,12 +177,36 @@ def is_off_tpu(node: ast.AST, module: Module) -> bool:
     """Return whether code is in a branch taken only on other devices, or on several devices."""
     child = node
     for parent in module.ancestors(node):
-        if any(map(asks_for_gpu, _before(parent, child))):
+        tests = [test for test in _before(parent, child) if not _starts_processes(parent, test)]
+        if any(map(asks_for_gpu, tests)):
             return True
         if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
             return False
         child = parent
     return False
+
+
+def is_for_processes(node: ast.AST, module: Module) -> bool:
+    """Return whether code is in a branch taken only in one of several processes."""
+    child = node
+    for parent in module.ancestors(node):
+        if any(_starts_processes(parent, test) for test in _before(parent, child)):
+            return True
+        if isinstance(parent, (*FUNCTIONS, ast.ClassDef)):
+            return False
+        child = parent
+    return False
+
+
+def _starts_processes(parent: ast.AST, test: ast.expr) -> bool:
+    """Return whether an `if` asks first of all whether there is a process group."""
+    while isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        test = test.values[0]
+    match test:
+        case ast.Call(func=ast.Attribute(attr="is_initialized")):
+            return isinstance(parent, ast.If)
+        case _:
+            return False
 
 
 def _before(parent: ast.AST, child: ast.AST) -> list[ast.expr]:
@@ -200,7 +227,7 @@ def asks_for_gpu(test: ast.expr) -> bool:
     match test:
         case ast.BoolOp(op=ast.And(), values=values):
             return any(map(asks_for_gpu, values))
-        case ast.Call(func=ast.Attribute(attr="is_initialized")):
+        case ast.Call(func=ast.Attribute(attr="is_initialized" | "is_in_onnx_export")):
             return True
         case ast.Call(func=ast.Attribute(value=ast.Attribute(attr=name), attr="is_available")):
             return name in _OTHER_DEVICES

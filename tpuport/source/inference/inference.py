@@ -145,6 +145,8 @@ class Inference:
                 found[name] = Value(Kind.UNKNOWN, form, owner=owner)
                 continue
             value = self._parameter(function, argument, default.get(name))
+            if name == "self":  # a method to be, which the file assigns to a class
+                value = UNKNOWN
             if name in passed:
                 value = _refined(value, passed[name])
             if name in before:

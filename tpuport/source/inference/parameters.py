@@ -4,7 +4,12 @@ import ast
 import re
 from collections.abc import Iterable
 
-from tpuport.source.inference.torch_facts import HOST_ANNOTATIONS, OTHER_METHODS, TENSOR_METHODS
+from tpuport.source.inference.torch_facts import (
+    HOST_ANNOTATIONS,
+    OTHER_METHODS,
+    TENSOR_GIVEN,
+    TENSOR_METHODS,
+)
 from tpuport.source.inference.values import (
     ARRAY,
     HOST,
@@ -22,7 +27,14 @@ from tpuport.source.syntax.module import Function
 
 # Pseudo attribute of a name whose class is tested.
 TESTED = "isinstance()"
+# Functions that torch.nn.functional has under the name `F`, and torchvision's of that name has not.
+_TAKES_TENSOR = re.compile(
+    r"^((log_)?softmax|relu|gelu|silu|linear|layer_norm|interpolate|one_hot"
+    r"|scaled_dot_product_attention|(max|avg)_pool[12]d|conv[12]d)$"
+)
+_TAKES_TWO = re.compile(r"^(\w+_loss|kl_div|(binary_)?cross_entropy(_with_logits)?)$")
 _SEQUENCES = frozenset({"list", "List", "Sequence", "Iterable", "tuple", "Tuple", "ModuleList"})
+_MAPPINGS = frozenset({"dict", "Dict", "Mapping", "MutableMapping", "OrderedDict"})
 _CLASS_NAME = re.compile(r"^[A-Z]\w*[a-z]\w*$")
 # Names of aliases and of classes that may well be tensors or hold them.
 _MAYBE_TENSOR = re.compile(
@@ -34,7 +46,8 @@ _HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args"
 def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
     """Return the attributes that nodes of code use of each name.
 
-    Those of its items are stored under `name[]`. A name whose class is tested has `TESTED`, too.
+    Those of its items are stored under `name[]`. A name whose class is tested has `TESTED`, too,
+    and one that is given to `F.softmax` and the like has `TENSOR_GIVEN`.
     """
     found: dict[str, set[str]] = {}
     for node in nodes:
@@ -43,6 +56,12 @@ def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
                 found.setdefault(name, set()).add(attribute)
             case ast.Attribute(value=ast.Subscript(value=ast.Name(id=name)), attr=attribute):
                 found.setdefault(f"{name}[]", set()).add(attribute)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="F"), attr=function), args=given):
+                two = _TAKES_TWO.match(function) is not None
+                count = 2 if two else 1 if _TAKES_TENSOR.match(function) else 0
+                for argument in given[:count]:
+                    if isinstance(argument, ast.Name):
+                        found.setdefault(argument.id, set()).add(TENSOR_GIVEN)
             case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), _]):
                 found.setdefault(name, set()).add(TESTED)
             case _:
@@ -144,6 +163,9 @@ def _generic(name: str, inner: ast.expr) -> Value | None:
     if name in _SEQUENCES:
         item = annotated(parts[0]) or UNKNOWN
         return Value(HOST.kind if item is HOST else Kind.UNKNOWN, Form.SEQUENCE, item=item)
+    if name in _MAPPINGS and len(parts) == 2:
+        item = annotated(parts[1])
+        return None if item is None else Value(Kind.UNKNOWN, Form.MAPPING, item=item)
     # jaxtyping: Float[torch.Tensor, "b n"]
     last = parts[-1]
     shaped = len(parts) > 1 and isinstance(last, ast.Constant) and isinstance(last.value, str)

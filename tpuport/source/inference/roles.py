@@ -122,7 +122,9 @@ _HOST_PACKAGES = frozenset(
     }
 )
 # Parameters of loops that generate tokens: such a loop runs one step per round.
-_HOST_PARAMETERS = frozenset({"tokenizer", "streamer", "logits_processor", "stopping_criteria"})
+_HOST_PARAMETERS = frozenset(
+    {"tokenizer", "streamer", "logits_processor", "stopping_criteria", "trainer", "pl_module"}
+)
 _TRACERS = frozenset({"jit", "grad", "value_and_grad", "vmap", "compile", "checkpoint", "jax_jit"})
 
 
@@ -139,6 +141,7 @@ class Roles:
         self.reached = reached
         self._calls: dict[Function, list[Function]] = {}
         self._used: dict[Function, dict[str, set[str]]] = {}
+        self._off_tpu: set[Function] = set()
         self.classes = find_classes(module)
         self.owners: dict[Function, ClassInfo] = {
             method: info for info in self.classes.values() for method in info.methods.values()
@@ -173,6 +176,12 @@ class Roles:
         return self.module.is_script
 
     @cached_property
+    def is_about_arrays(self) -> bool:
+        """Return whether the file uses numpy and not torch, so that what it is given are arrays."""
+        roots = {full.lstrip(".").partition(".")[0] for full in self.module.imports.values()}
+        return "numpy" in roots and roots.isdisjoint(("torch", "jax", "einops"))
+
+    @cached_property
     def steps(self) -> list[Function]:
         """Return the functions of steps, starting with those that no other step here calls."""
         called = {
@@ -193,7 +202,8 @@ class Roles:
         roles: dict[Function, Role] = {}
         for function, (role, is_sure) in own.items():
             if function in self.gpu_only or (function in behind_kernels and not is_sure):
-                roles[function] = Role.HOST
+                roles[function] = role
+                self._off_tpu.add(function)
             elif function in reached:
                 roles[function] = Role.STEP
             elif role is Role.STEP and not is_sure and self._is_helper(function, by_host):
@@ -201,9 +211,16 @@ class Roles:
             else:
                 roles[function] = role
         # What a step calls is traced, whatever its own name and text suggest.
-        for function in self._closure([f for f, role in roles.items() if role is Role.STEP]):
+        on_tpu = [f for f, role in roles.items() if role is Role.STEP and f not in self._off_tpu]
+        for function in self._closure(on_tpu):
             roles[function] = Role.STEP
+            self._off_tpu.discard(function)
         return roles
+
+    def is_off_tpu(self, node: ast.AST) -> bool:
+        """Return whether code is in a function that only GPUs run, for its package of kernels."""
+        function = self.outermost(node)
+        return function is not None and function in self._roles and function in self._off_tpu
 
     def _is_helper(self, function: Function, by_host: set[Function]) -> bool:
         """Return whether a presumed step function only helps host code of this file."""
@@ -300,7 +317,7 @@ class Roles:
         if returns_host(function):
             return Role.HOST, False
         if SAMPLING.search(function.name) and self._uses_a_module(function):
-            return Role.STEP, True
+            return (Role.HOST, False) if _returns_array(function) else (Role.STEP, True)
         return (Role.STEP if self._takes_tensors(function) else Role.HOST), False
 
     def used(self, function: Function) -> dict[str, set[str]]:
@@ -345,7 +362,7 @@ class Roles:
             for a, value in zip(arguments, known, strict=True)
             if value is None and not names_another_class(a.annotation)
         ]
-        if not bare:
+        if not bare or self.is_about_arrays:
             return False
         used = self.used(function)
         return any(is_used_like_a_tensor(used.get(name, ())) for name in bare)
@@ -359,3 +376,27 @@ class Roles:
             if name in _TRACERS:
                 return True
         return False
+
+
+def _returns_array(function: Function) -> bool:
+    """Return whether a function hands out what it made a numpy array: images, audio."""
+    arrays: set[str] = set()
+    for node in ast.walk(function):
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value) if _makes_array(value):
+                arrays.add(name)
+            case ast.Return(value=ast.Name(id=name)) if name in arrays:
+                return True
+            case ast.Return(value=ast.Call() as value) if _makes_array(value):
+                return True
+            case _:
+                pass
+    return False
+
+
+def _makes_array(value: ast.expr) -> bool:
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr == "numpy" and not value.args:
+            return True
+        value = value.func.value
+    return False

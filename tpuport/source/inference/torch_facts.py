@@ -116,9 +116,12 @@ CREATION_TORCH = frozenset(
         "zeros",
     }
 )
+# Pseudo method of what is given to a function of torch.nn.functional, which takes tensors.
+TENSOR_GIVEN = "F()"
 # A parameter with one of these is a tensor: neither lists, dicts nor numbers have them.
 TENSOR_METHODS = frozenset(
     {
+        TENSOR_GIVEN,
         "abs",
         "all",
         "amax",
@@ -194,6 +197,7 @@ OTHER_METHODS = frozenset(
 # Any expression in a step with one of these is a tensor: numpy arrays and modules lack them, too.
 SURELY_TENSOR_METHODS = frozenset(
     {
+        TENSOR_GIVEN,
         "argmax",
         "chunk",
         "clamp_min",

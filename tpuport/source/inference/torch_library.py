@@ -191,6 +191,8 @@ def method_call(name: str, call: LibraryCall) -> Value:
         return module_method_call(name, call)
     if receiver.form is Form.SEQUENCE:
         return item_of(receiver) if name == "pop" else UNKNOWN
+    if receiver.form is Form.MAPPING:
+        return _of_mapping(name, receiver.item or UNKNOWN)
     if receiver.kind is Kind.TRACED:
         return _tensor_method(name, call)
     if receiver.kind is Kind.HOST:
@@ -202,6 +204,19 @@ def method_call(name: str, call: LibraryCall) -> Value:
     if call.step and name in ("encode", "decode", "sample") and call.takes_traced:
         return TRACED
     return structural(call.node)
+
+
+def _of_mapping(method: str, item: Value) -> Value:
+    """Return the result of a method of a mapping whose values are `item`."""
+    match method:
+        case "get" | "pop" | "setdefault":
+            return item
+        case "values":
+            return sequence_of(item)
+        case "items":
+            return sequence_of(sequence([HOST, item]))
+        case _:
+            return UNKNOWN
 
 
 def _tensor_method(name: str, call: LibraryCall) -> Value:

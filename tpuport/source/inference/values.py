@@ -27,6 +27,7 @@ class Form(Enum):
     NONE = "none"
     ARRAY = "array"  # of numpy
     SEQUENCE = "sequence"  # list or tuple; its items are known, or one represents all
+    MAPPING = "mapping"  # a dictionary by names; one value represents all
     MODULE = "module"  # an nn.Module that can be called
     INSTANCE = "instance"  # of a class of this file
     CLASS = "class"
@@ -42,7 +43,8 @@ class Value:
             value and length are Python's.
         form: The type of the value.
         items: The items of a sequence, if their number is known.
-        item: The value that represents every item of a sequence, if their number is not known.
+        item: The value that represents every item of a sequence, if their number is not known, or
+            every value of a mapping.
         owner: The class of an instance or bound method, or the class itself.
         function: The definition of a function.
     """
@@ -93,6 +95,8 @@ def item_of(value: Value, index: int | None = None) -> Value:
         if index is not None:
             return value.items[index] if -len(value.items) <= index < len(value.items) else UNKNOWN
         return join(value.items)
+    if value.form is Form.MAPPING:
+        return HOST  # its keys
     if value.kind is Kind.TRACED:
         return value
     if value.form in (Form.MODULE, Form.INSTANCE):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from tpuport.source.inference.gpu_only import is_off_tpu
+from tpuport.source.inference.gpu_only import is_for_processes, is_off_tpu
 from tpuport.source.inference.inference import Inference, StaticKinds
 from tpuport.source.inference.kinds import Kind, Kinds, Oracle, truth_tests
 from tpuport.source.inference.liveness import NameFlow
@@ -15,6 +15,10 @@ from tpuport.source.syntax.imported import qualified_name
 from tpuport.source.syntax.module import Function, Module
 
 MAX_QUOTE = 60
+
+
+# The start of the codes of rules about devices.
+ABOUT_DEVICES = "TPU5"
 
 
 class RuleVisitor:
@@ -116,12 +120,15 @@ class Context:
         return self._names[node]
 
     def role(self, node: ast.AST) -> Role:
-        """Return what runs the code at a node: the traced step, set-up, or the host."""
-        return self._roles.of(node)
+        """Return what runs the code at a node: the traced step, set-up, or the host.
+
+        What only GPUs run counts as host code here.
+        """
+        return Role.HOST if self.is_off_tpu(node) else self._roles.of(node)
 
     def in_step(self, node: ast.AST) -> bool:
         """Return whether code runs in a traced step: `forward`, a training step, a callee."""
-        return self.role(node) is Role.STEP
+        return self._roles.of(node) is Role.STEP
 
     @property
     def is_live(self) -> bool:
@@ -177,10 +184,24 @@ class Context:
             end_column=module.text.column(end_line, end_column),
             code=rule.CODE,
             message=rule.MESSAGE.format(**quotes),
-            severity=severity or rule.SEVERITY,
+            severity=self._severity(rule, node, severity or rule.SEVERITY),
             rule=type(rule).__name__,
         )
         self.matches.append(Match(rule, node, finding))
+
+    def is_off_tpu(self, node: ast.AST) -> bool:
+        """Return whether only GPUs run code, for its package of kernels or in several processes."""
+        if self.is_live:
+            return False
+        return self._roles.is_off_tpu(node) or is_for_processes(node, self.module)
+
+    def _severity(self, rule: RuleVisitor, node: ast.AST, found: Severity) -> Severity:
+        """Return the severity of a finding: code that only GPUs run stops nothing on a TPU.
+
+        Rules about devices (TPU5) decide that themselves.
+        """
+        decided = found in (Severity.DEVICE, Severity.NOTE) or rule.CODE.startswith(ABOUT_DEVICES)
+        return found if decided or not self.is_off_tpu(node) else Severity.DEVICE
 
 
 def head(node: ast.If | ast.While | ast.For) -> ast.expr:

@@ -10,7 +10,14 @@ from tpuport.source.inference.inference import StaticKinds
 from tpuport.source.inference.kinds import Oracle
 from tpuport.source.rewrite import imports
 from tpuport.source.rewrite.finding import Applied, Fix, Left, NotFixable
-from tpuport.source.rewrite.matching import Context, Match, RuleVisitor, matches, normal_line_breaks
+from tpuport.source.rewrite.matching import (
+    ABOUT_DEVICES,
+    Context,
+    Match,
+    RuleVisitor,
+    matches,
+    normal_line_breaks,
+)
 from tpuport.source.syntax.module import Module, is_in_f_string
 from tpuport.source.syntax.text import SourceText
 
@@ -187,6 +194,8 @@ class Session:
             raise NotFixable("its fix is unsafe and was not asked for")
         if is_in_f_string(match.node, context.module):
             raise NotFixable("it stands inside an f-string")
+        if not match.rule.CODE.startswith(ABOUT_DEVICES) and context.is_off_tpu(match.node):
+            raise NotFixable("only GPUs run this function, for the kernels that it calls")
         fix = match.rule.fix(match.node, context)
         imports.check(context.module, fix.imports, inside=self.imports_inside, place=fix.start)
         return fix

@@ -15,6 +15,8 @@ _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _TRACER = os.path.join(_TRACING, "session", "tracer.py")
 _FUNCTIONS = os.path.join(_TRACING, "patches", "autograd_function.py")
 _INSIDE = inside_prefixes()
+_PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+LEAVE_TO_EAGER = "`tpuport run --eager NAME` leaves that class to eager PyTorch"
 
 
 @dataclass(frozen=True)
@@ -152,9 +154,18 @@ def error_here(
     """
     file, line = _split(place) if place else _running_line()
     source = linecache.getline(file, line).strip() if file and line else None
+    remedy = _for_packages(remedy, file)
     error = PortError(message, code=code, file=file, line=line, source_line=source, remedy=remedy)
     error.__cause__ = cause
     return error
+
+
+def _for_packages(remedy: str, file: str | None) -> str:
+    """Return a remedy with a way out for those who cannot edit the package that a file is in."""
+    in_package = file is not None and any(part in file for part in _PACKAGES)
+    if not in_package or "--eager" in remedy:
+        return remedy
+    return f"{remedy}; in code that is not yours: {LEAVE_TO_EAGER}"
 
 
 def port_error(
