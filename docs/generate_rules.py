@@ -32,6 +32,8 @@ ADVICE = {
     "TPU4": "Make state and randomness inputs and outputs of the step. These go wrong in silence,"
     " so check them even when everything runs.",
     "TPU6": "Now measure. What is left costs time, not correctness.",
+    "TPU7": "Only for scripts of torch_xla: mend what was wrong there already, then let"
+    " `tpuport rewrite --from torch_xla` move the rest.",
 }
 NOT_ABOUT_TORCH = "Its own comments"
 

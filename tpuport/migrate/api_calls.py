@@ -322,9 +322,7 @@ def _alone(file: SourceFile, call: cst.Call) -> cst.SimpleStatementLine | None:
     return None
 
 
-def remove(
-    file: SourceFile, edits: Edits, statement: cst.SimpleStatementLine, text: str
-) -> None:
+def remove(file: SourceFile, edits: Edits, statement: cst.SimpleStatementLine, text: str) -> None:
     """Plan to remove a statement, and say so."""
     edits.done.append(Note(file.line(statement), NEEDLESS_CALL, text))
     for node in [*file.all(cst.Name, statement), *file.all(cst.Attribute, statement)]:

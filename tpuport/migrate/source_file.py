@@ -88,6 +88,11 @@ class SourceFile:
 
     def imported_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported thing, or None."""
+        inner = node
+        while isinstance(inner, cst.Attribute):
+            inner = inner.value
+        if not isinstance(inner, cst.Name):
+            return None  # to libcst `f().x` has the name of `f.x`
         found = self._names.get(node, ())
         found = found() if callable(found) else found
         names = [one.name for one in found if one.source is QualifiedNameSource.IMPORT]

@@ -83,9 +83,10 @@ def _spec(file: SourceFile, line: cst.SimpleStatementLine) -> cst.Call | None:
     if not isinstance(small, cst.Assign) or own_attribute(small.targets[0].target) is None:
         return None
     call = small.value
-    if not m.matches(call, m.Call()) or file.torch_xla_name(
-        cst.ensure_type(call, cst.Call).func
-    ) != _LOADER:
+    if (
+        not m.matches(call, m.Call())
+        or file.torch_xla_name(cst.ensure_type(call, cst.Call).func) != _LOADER
+    ):
         return None
     spec = argument(cst.ensure_type(call, cst.Call), 99, "input_sharding")
     if isinstance(spec, cst.Call) and file.torch_xla_name(spec.func) == _SPEC:

@@ -9,9 +9,7 @@ from tpuport.migrate.step_parts import NotMovedError, StepParts, only_step
 
 # Names that the rewritten class gets.
 ADDED = ("train_step", "train_state", "port_model")
-_FSDP_2 = (
-    "torch_xla.experimental.spmd_fully_sharded_data_parallel.SpmdFullyShardedDataParallel"
-)
+_FSDP_2 = "torch_xla.experimental.spmd_fully_sharded_data_parallel.SpmdFullyShardedDataParallel"
 
 
 def model_of(project: Project, parts: StepParts) -> str:
@@ -22,10 +20,8 @@ def model_of(project: Project, parts: StepParts) -> str:
             the model or the optimizer in a way that a training step would not see.
     """
     family = project.family(parts.place)
-    names = {
-        name for place in family for name in _trained(place, parts.optimizer)
-    }
-    if len(names) != 1:
+    names = {name for place in family for name in _trained(place, parts.optimizer)}
+    if len(names) != 1 or "" in names:
         raise NotMovedError(
             parts.method,
             f"self.{parts.optimizer} is not made of the parameters of one attribute of its class",

@@ -1,6 +1,6 @@
 """The codemod that takes torch_xla out of scripts; it also runs by itself:
 
-    python -m libcst.tool codemod -x tpuport.migrate.torch_xla.MigrateTorchXla script.py
+python -m libcst.tool codemod --no-format -x tpuport.migrate.torch_xla.MigrateTorchXla script.py
 """
 
 from collections.abc import Iterable, Mapping
@@ -80,9 +80,7 @@ def _uses(file: SourceFile) -> bool:
 
 def _related_files(texts: Mapping[str, str]) -> list[SourceFile]:
     known = {Path(name).absolute() for name in texts}
-    paths = {
-        path for name, text in texts.items() for path in related(Path(name), text)
-    } - known
+    paths = {path for name, text in texts.items() for path in related(Path(name), text)} - known
     return [
         SourceFile(cst.parse_module(path.read_text(encoding="utf-8")), str(path))
         for path in sorted(paths)

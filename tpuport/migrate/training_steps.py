@@ -39,6 +39,7 @@ if self.train_step is None:
     self.train_state = self.train_step.init(torch.initial_seed() % 2**31)
 self.train_state, metrics = self.train_step(self.train_state, {arguments})
 """
+_WAIT = "jax.block_until_ready(self.train_state)"
 
 
 @dataclass(frozen=True)
@@ -215,9 +216,7 @@ def _remove_helper(
         if method is None or calls or place.file not in edits:
             continue
         mine = edits[place.file]
-        mine.handled.update(
-            place.file.all(cst.Attribute, method), place.file.all(cst.Name, method)
-        )
+        mine.handled.update(place.file.all(cst.Attribute, method), place.file.all(cst.Name, method))
         mine.handled.update(place.file.all(cst.Call, method))
         text = f"{place.name}.{name} is gone: the step updates the weights"
         mine.done.append(Note(place.file.line(method), CALL, text))
@@ -245,10 +244,9 @@ def _plan_waits(place: ClassPlace, edits: Edits) -> None:
         if place.file.torch_xla_name(call.func) == f"{_CORE}.wait_device_ops":
             edits.handled.add(call.func)
             edits.imports.add(("jax", None))
-            text = "jax.block_until_ready(self.train_state)"
-            edits.replace(call, lambda updated: parsed(text))
+            edits.replace(call, lambda updated: parsed(_WAIT))
             edits.done.append(
-                Note(place.file.line(call), CALL, f"`{place.file.code(call)}` became `{text}`")
+                Note(place.file.line(call), CALL, f"`{place.file.code(call)}` became `{_WAIT}`")
             )
 
 
@@ -271,8 +269,7 @@ def _references(
 
 
 def _is_passed_on(project: Project, step: MovedStep) -> bool:
-    """Return whether the method is used other than by calling it, so that its callers are unknown.
-    """
+    """Return whether the method is passed on, so that its callers are unknown."""
     for file, node in _references(project, step.parts.place, step.names):
         parent = file.parent(node)
         if isinstance(parent, cst.AssignTarget) or (
@@ -285,9 +282,7 @@ def _is_passed_on(project: Project, step: MovedStep) -> bool:
     return False
 
 
-def _plan_results(
-    project: Project, edits: Mapping[SourceFile, Edits], step: MovedStep
-) -> None:
+def _plan_results(project: Project, edits: Mapping[SourceFile, Edits], step: MovedStep) -> None:
     for file, node in _references(project, step.parts.place, step.names):
         call = file.parent(node)
         if not isinstance(call, cst.Call) or call.func is not node or file not in edits:
@@ -322,7 +317,6 @@ def _is_given_to_closure(file: SourceFile, name: cst.Name) -> bool:
     call = file.around(name, cst.Call)
     if not isinstance(element, cst.Element) or call is None:
         return False
-    return (
-        file.torch_xla_name(call.func) == f"{_CORE}.add_step_closure"
-        and argument(call, 1, "args") is file.parent(element)
-    )
+    return file.torch_xla_name(call.func) == f"{_CORE}.add_step_closure" and argument(
+        call, 1, "args"
+    ) is file.parent(element)
