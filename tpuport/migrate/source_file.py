@@ -1,6 +1,6 @@
 """One parsed file: the full names, places and surroundings of its nodes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -81,10 +81,9 @@ class SourceFile:
         resolved = self._wrapper.resolve_many(
             [QualifiedNameProvider, PositionProvider, ParentNodeProvider]
         )
-        self._names, self._places, self._parents = (
-            resolved[provider]
-            for provider in (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
-        )
+        self._names: Mapping[cst.CSTNode, Any] = resolved[QualifiedNameProvider]
+        self._places: Mapping[cst.CSTNode, Any] = resolved[PositionProvider]
+        self._parents: Mapping[cst.CSTNode, Any] = resolved[ParentNodeProvider]
 
     def imported_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported thing, or None."""

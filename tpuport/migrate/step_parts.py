@@ -53,7 +53,7 @@ class StepParts:
 
     place: ClassPlace
     method: cst.FunctionDef
-    loss: list[cst.BaseStatement] = field(default_factory=list)
+    loss: list[cst.CSTNode] = field(default_factory=list)
     result: str = ""
     optimizer: str = ""
     clip: str | None = None
@@ -116,7 +116,7 @@ def _zeroes(statement: cst.CSTNode, optimizer: str) -> bool:
     return call is not None and m.matches(call, m.Call(m.Attribute(own, m.Name("zero_grad"))))
 
 
-def _read_update(parts: StepParts, statement: cst.BaseStatement) -> None:
+def _read_update(parts: StepParts, statement: cst.CSTNode) -> None:
     """Read one statement after `backward()`."""
     small = statement_of(statement)
     if parts.returns:
@@ -193,7 +193,7 @@ def only_step(place: ClassPlace, name: str) -> str | None:
     return stepped_optimizer(place.file, call) if isinstance(call, cst.Call) else None
 
 
-def _check_loss(file: SourceFile, statement: cst.BaseStatement) -> None:
+def _check_loss(file: SourceFile, statement: cst.CSTNode) -> None:
     for kind in _FORBIDDEN:
         for node in file.all(kind, statement):
             raise NotMovedError(node, f"the loss holds `{file.code(node)}`")

@@ -69,8 +69,8 @@ class ClipOnMicroStep(Rule):
 
         def run(loader, model, optimizer, every=4):
             for number, x in enumerate(loader):
-                loss = model(x) / every
-                loss.backward()
+                error = model(x) / every
+                error.backward()
                 if (number + 1) % every == 0:
                     xm.reduce_gradients(optimizer)
                     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -41,10 +41,12 @@ class DowncastVariable(Rule):
             before="""
             import os
 
-            os.environ["XLA_USE_BF16"] = "1"
-            os.environ.setdefault("XLA_DOWNCAST_BF16", "1")
-
             import torch_xla.core.xla_model as xm
+
+
+            def main():
+                os.environ["XLA_USE_BF16"] = "1"
+                os.environ.setdefault("XLA_DOWNCAST_BF16", "1")
 
 
             def forward(x):

@@ -82,11 +82,11 @@ class ItemInLazyStep(Rule):
         def run(loader, model, device):
             total = 0
             for number, x in enumerate(pl.MpDeviceLoader(loader, device)):
-                loss = model(x)
-                loss.backward()
-                total += loss.detach()
+                error = model(x)
+                error.backward()
+                total += error.detach()
                 if number % 100 == 0:
-                    print(loss.item())
+                    print(error.item())
             return total.item()
         """,
         """
