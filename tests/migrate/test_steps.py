@@ -183,6 +183,16 @@ CHANGES = {
         "    one = Trainer()\n    one.train()\n    print(one.model)",
         "`one.model` may be",
     ),
+    "a model of someone else": (
+        "torch.nn.Sequential(*layers).to(self.device)",
+        "made.to(self.device)",
+        "may have other owners",
+    ),
+    "another name for it": (
+        "        self.seen = []",
+        "        self.seen = [self.model]",
+        "needs the weights outside",
+    ),
     "an argument with a default": ("data, target):", "data, target=None):", "has a default"),
 }
 

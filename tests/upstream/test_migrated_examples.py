@@ -24,6 +24,7 @@ FILES = {
     "train_resnet_base.py": (),
     "train_decoder_only_base.py": TINY,
     "data_parallel/train_resnet_spmd_data_parallel.py": (),
+    "fsdp/train_decoder_only_fsdp_v2.py": (),
     "decoder_only_model.py": None,
 }
 

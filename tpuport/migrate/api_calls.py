@@ -87,9 +87,13 @@ def _called(call: cst.Call) -> _Made | None:
     function, args = argument(call, 0, "fn"), argument(call, 1, "args")
     if function is None or keywords(call) - _LAUNCH:
         return None
+    note = (
+        "one process drives all devices, so the batches of N processes are one batch N times as"
+        " large: scale batch_size, or the learning rate"
+    )
     if args is None or m.matches(args, m.Tuple(elements=[])):
-        return _Made("_0(0)", {"_0": function})
-    return _Made("_0(0, *_1)", {"_0": function, "_1": args})
+        return _Made("_0(0)", {"_0": function}, note=note)
+    return _Made("_0(0, *_1)", {"_0": function, "_1": args}, note=note)
 
 
 _LAUNCH = {"fn", "args", "start_method", "debug_single_process", "nprocs", "join", "daemon"}

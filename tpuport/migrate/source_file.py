@@ -92,7 +92,7 @@ class SourceFile:
             inner = inner.value
         if not isinstance(inner, cst.Name):
             return None  # to libcst `f().x` has the name of `f.x`
-        found = self._names.get(node, ())
+        found: Any = self._names.get(node, ())
         found = found() if callable(found) else found
         names = [one.name for one in found if one.source is QualifiedNameSource.IMPORT]
         return names[0] if len(names) == 1 else None

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import libcst as cst
 import libcst.matchers as m
 
-from tpuport.migrate.api_calls import CALL
+from tpuport.migrate.api_calls import CALL, remove
 from tpuport.migrate.project import ClassPlace, Project
 from tpuport.migrate.source_file import (
     Edits,
@@ -21,6 +21,7 @@ from tpuport.migrate.training_steps import MovedStep
 
 _LOADER = "torch_xla.distributed.parallel_loader.MpDeviceLoader"
 _SPEC = "torch_xla.distributed.spmd.ShardingSpec"
+_FSDP = "torch_xla.experimental.spmd_fully_sharded_data_parallel.SpmdFullyShardedDataParallel"
 _SHARD = """
 def port_model(self):
     ported = super().port_model()
@@ -52,11 +53,15 @@ def _plan_class(place: ClassPlace, edits: Edits) -> None:
     if mesh is None or axes is None or len(spec.args) != 2:
         return
     edits.handled.add(spec.func)
+    wrapped = [one for one in file.all(cst.SimpleStatementLine, place.node) if _wraps(file, one)]
+    rules = "fsdp" if wrapped else "replicated"
+    for statement in wrapped:
+        _plan_unwrapped(place, edits, statement)
     parts, given = {"_0": mesh, "_1": axes}, "*_1"
     if isinstance(axes, cst.Tuple):
         parts = {"_0": mesh, **{f"_{n + 1}": one.value for n, one in enumerate(axes.elements)}}
         given = ", ".join(list(parts)[1:])
-    text = f'{{"mesh": _0, "rules": "replicated", "inputs": PartitionSpec({given})}}'
+    text = f'{{"mesh": _0, "rules": "{rules}", "inputs": PartitionSpec({given})}}'
 
     def with_sharding(updated: cst.SimpleStatementLine) -> cst.FlattenSentinel[cst.BaseStatement]:
         value = parsed(text, **parts)
@@ -75,6 +80,33 @@ def _plan_class(place: ClassPlace, edits: Edits) -> None:
     edits.imports |= {("jax.sharding", "PartitionSpec"), ("tpuport", None)}
     note = f"`{file.code(spec)}`: batches are split by tpuport.shard, which {place.name} calls"
     edits.done.append(Note(file.line(spec), CALL, note))
+
+
+def _wraps(file: SourceFile, line: cst.SimpleStatementLine) -> bool:
+    """Return whether a statement is `self.model = FSDPv2(self.model, ...)`."""
+    small = statement_of(line)
+    if not isinstance(small, cst.Assign) or not isinstance(small.value, cst.Call):
+        return False
+    inner = own_attribute(argument(small.value, 0, "module"))
+    is_same = inner is not None and own_attribute(small.targets[0].target) == inner
+    return is_same and file.torch_xla_name(small.value.func) == _FSDP
+
+
+def _plan_unwrapped(place: ClassPlace, edits: Edits, line: cst.SimpleStatementLine) -> None:
+    """Plan to remove a wrapper, and a policy that was made for it alone."""
+    file, function = place.file, place.file.around(line, cst.FunctionDef)
+    remove(file, edits, line, f"`{file.code(line)}` is gone: tpuport.shard spreads the weights")
+    names = {one.value for one in file.all(cst.Name, line)}
+    for statement in file.all(cst.SimpleStatementLine, function):
+        small = statement_of(statement)
+        if not isinstance(small, cst.Assign) or not isinstance(small.targets[0].target, cst.Name):
+            continue
+        name = small.targets[0].target.value
+        uses = [one for one in file.all(cst.Name, function) if one.value == name]
+        outside = [one for one in uses if not any(up is line for up in file.above(one))]
+        is_policy = any(file.torch_xla_name(one) for one in file.all(cst.Name, small.value))
+        if name in names and len(outside) == 1 and is_policy:
+            remove(file, edits, statement, f"`{name}` is gone with what it was for")
 
 
 def _spec(file: SourceFile, line: cst.SimpleStatementLine) -> cst.Call | None:

@@ -9,7 +9,6 @@ from tpuport.migrate.step_parts import NotMovedError, StepParts, only_step
 
 # Names that the rewritten class gets.
 ADDED = ("train_step", "train_state", "port_model")
-_FSDP_2 = "torch_xla.experimental.spmd_fully_sharded_data_parallel.SpmdFullyShardedDataParallel"
 
 
 def model_of(project: Project, parts: StepParts) -> str:
@@ -109,7 +108,7 @@ def _check_model_use(parts: StepParts, place: ClassPlace, use: cst.Attribute) ->
     file, where = place.file, _in_method(place, use)
     if any(one is statement for one in file.above(use) for statement in parts.loss):
         return
-    if where == "__init__":
+    if where == "__init__" and _is_construction(parts, place, use):
         return
     parent = file.parent(use)
     call = None if parent is None else file.parent(parent)
@@ -124,6 +123,26 @@ def _check_model_use(parts: StepParts, place: ClassPlace, use: cst.Attribute) ->
         f"`{file.code(call or use)}` needs the weights outside of the step, which keeps them in"
         " its state",
     )
+
+
+def _is_construction(parts: StepParts, place: ClassPlace, use: cst.Attribute) -> bool:
+    """Return whether a use in a constructor makes the model, wraps it or makes the optimizer.
+
+    Raises:
+        NotMovedError: the model is known by another name too.
+    """
+    value = _assigned(place, use)
+    if value is not None:
+        made = value
+        while isinstance(made, cst.Call) and m.matches(made.func, m.Attribute(attr=m.Name("to"))):
+            made = cst.ensure_type(made.func, cst.Attribute).value
+        if not isinstance(made, cst.Call):
+            code = place.file.code(value)
+            raise NotMovedError(use, f"`{code}` may have other owners, who would see old weights")
+        return True
+    assign = place.file.around(use, cst.Assign)
+    names = [own_attribute(one.target) for one in assign.targets] if assign else []
+    return names in ([use.attr.value], [parts.optimizer])
 
 
 def _check_optimizer_use(parts: StepParts, place: ClassPlace, use: cst.Attribute) -> None:

@@ -3,12 +3,13 @@
 python -m libcst.tool codemod --no-format -x tpuport.migrate.torch_xla.MigrateTorchXla script.py
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import libcst as cst
+import libcst.matchers as m
 from libcst.codemod import CodemodCommand, CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, RemoveImportsVisitor
 
@@ -97,10 +98,29 @@ def _planned(files: list[SourceFile], others: Iterable[SourceFile]) -> dict[Sour
     for step in steps:
         plan_step(project, seen, step)
     plan_spreading(project, seen, steps)
+    moved = {step.parts.method for step in steps}
     for file in files:
+        _note_eager(file, edits[file], moved)
         plan_calls(file, edits[file])
         _note_rest(file, edits[file])
     return edits
+
+
+def _note_eager(file: SourceFile, edits: Edits, moved: Collection[cst.CSTNode]) -> None:
+    """Note each step that is no method, and so stays in eager PyTorch."""
+    for call in file.all(cst.Call):
+        function = file.around(call, cst.FunctionDef)
+        is_step = m.matches(call.func, m.Attribute(attr=m.Name("backward")))
+        if not is_step or function in moved:
+            continue
+        if function is not None and file.line(function) in {note.line for note in edits.left}:
+            continue
+        text = (
+            f"the step around `{file.code(call)}` stays in eager PyTorch, on the host: only a"
+            " method that takes one step is moved. What to do: write a loss function and"
+            " make_train_step"
+        )
+        edits.left.append(Note(file.line(call), CALL, text))
 
 
 def _note_rest(file: SourceFile, edits: Edits) -> None:

@@ -130,6 +130,12 @@ def plan_step(project: Project, edits: Mapping[SourceFile, Edits], step: MovedSt
     }
     text = f"{place.name}.{method.name.value} became one program: make_train_step of its loss"
     mine.done.append(Note(place.file.line(method), CALL, text))
+    weights = (
+        f"the weights are in self.train_state, and self.{step.model} keeps those from before. To"
+        " save or evaluate, use self.train_step.load_state(self.train_state).to_torch(); to resume,"
+        " tpuport.training.Checkpoints"
+    )
+    mine.left.append(Note(place.file.line(method), CALL, weights))
     for name in step.parts.helpers:
         _remove_helper(project, edits, step, name)
     for one in project.family(place):
