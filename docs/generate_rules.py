@@ -86,7 +86,8 @@ def references_of(text: str) -> str:
     """Write references as a list."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     shown = [f"<{line}>" if line.startswith("http") else line for line in lines]
-    shown = [line.replace("docs/lint.md", "[Linting](../lint.md)") for line in shown]
+    for page, title in {"lint": "Linting", "torch_xla_migration": "Moving off torch_xla"}.items():
+        shown = [line.replace(f"docs/{page}.md", f"[{title}](../{page}.md)") for line in shown]
     return "\n".join(f"- {line}" for line in shown)
 
 

@@ -1,6 +1,8 @@
 """Calls of torch_xla and what the codemod writes for them."""
 
+import importlib.util
 import textwrap
+from pathlib import Path
 
 import pytest
 from libcst.codemod import CodemodTest
@@ -110,8 +112,15 @@ def test_a_call_is_replaced_or_stays_with_a_note(before, after):
     assert again.after == made.after
 
 
-def test_every_name_has_one_answer():
+def test_every_name_has_one_answer_which_the_page_shows():
     assert not COUNTERPARTS.keys() & NEEDLESS.keys()
+    path = Path(__file__).parents[2] / "docs/generate_torch_xla.py"
+    spec = importlib.util.spec_from_file_location("generate_torch_xla", path)
+    assert spec is not None
+    assert spec.loader is not None
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run `make docs`"
 
 
 def test_comments_and_the_look_of_a_file_stay():
