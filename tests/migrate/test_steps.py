@@ -188,6 +188,19 @@ CHANGES = {
         "made.to(self.device)",
         "may have other owners",
     ),
+    "something logged": (
+        "        loss.backward()",
+        "        self.log(loss)\n        loss.backward()",
+        "`self.log(loss)` is no part of a loss",
+    ),
+    "something taken": ("self.model(data)", "self.model(next(self.more))", "`next(self.more)` may"),
+    "a method": ("self.model(data)", "self.model(self.update(data))", "`self.update(data)` may"),
+    "the device by name": (
+        "self.model(data)",
+        "self.model(data.to('xla'))",
+        "names the device 'xla'",
+    ),
+    "a base elsewhere": ("class Trainer:", "class Trainer(Runner):", "extends Runner, which is in"),
     "another name for it": (
         "        self.seen = []",
         "        self.seen = [self.model]",

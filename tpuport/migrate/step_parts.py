@@ -18,6 +18,8 @@ from tpuport.migrate.source_file import (
 _CORE = "torch_xla.core.xla_model"
 _ENDS = {"torch_xla.sync", f"{_CORE}.mark_step", f"{_CORE}.reduce_gradients"}
 _CLIPS = {"torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"}
+# How torch names torch_xla's device and process groups.
+XLA_TEXTS = {"xla", "xla:0", "xla:1", "xla://"}
 # What a loss must not hold: it would run once, while the program is traced, or end it.
 _FORBIDDEN = (cst.Return, cst.Yield, cst.Await, cst.Del, cst.Global, cst.Nonlocal)
 
@@ -96,6 +98,7 @@ def step_parts(place: ClassPlace, method: cst.FunctionDef) -> StepParts:
     parts.loss = [one for one in body[:index] if not _zeroes(one, parts.optimizer)]
     for statement in parts.loss:
         _check_loss(place.file, statement)
+        _check_effects(place, statement)
     return parts
 
 
@@ -204,6 +207,23 @@ def _check_loss(file: SourceFile, statement: cst.CSTNode) -> None:
         if not _is_local(target.target):
             code = file.code(target.target)
             raise NotMovedError(target, f"the loss sets `{code}`, which the step would lose")
+
+
+def _check_effects(place: ClassPlace, statement: cst.CSTNode) -> None:
+    """Check that nothing happens besides the loss: it would once, while the program is traced."""
+    file = place.file
+    for small in file.all(cst.Expr, statement):
+        if not isinstance(small.value, cst.SimpleString):
+            raise NotMovedError(small, f"`{file.code(small)}` is no part of a loss")
+    for call in file.all(cst.Call, statement):
+        takes = m.matches(call.func, m.Name("next")) or m.matches(
+            call.func, m.Attribute(attr=m.Name("pop") | m.Name("popleft"))
+        )
+        if takes or own_attribute(call.func) in place.methods():
+            raise NotMovedError(call, f"`{file.code(call)}` may do more than a part of a loss")
+    for text in file.all(cst.SimpleString, statement):
+        if text.evaluated_value in XLA_TEXTS:
+            raise NotMovedError(text, f"the loss names the device {text.value}")
 
 
 def _is_local(target: cst.CSTNode) -> bool:

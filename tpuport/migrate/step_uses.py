@@ -30,6 +30,12 @@ def model_of(project: Project, parts: StepParts) -> str:
         raise NotMovedError(parts.method, f"its loss does not call self.{model}")
     _check_names(project, parts)
     for place in family:
+        unknown = {*place.bases} - project.classes.keys() - {"object"}
+        if unknown:
+            name = min(unknown)
+            raise NotMovedError(
+                place.node, f"{place.name} extends {name}, which is in no file given"
+            )
         _check_overrides(parts, place)
         for use in place.own_uses(model):
             _check_model_use(parts, place, use)

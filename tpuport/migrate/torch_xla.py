@@ -17,6 +17,7 @@ from tpuport.migrate.api_calls import CALL, plan_calls
 from tpuport.migrate.project import Project, related
 from tpuport.migrate.source_file import Edits, Note, SourceFile
 from tpuport.migrate.spreading import plan_spreading
+from tpuport.migrate.step_parts import XLA_TEXTS
 from tpuport.migrate.training_steps import find_steps, plan_step
 from tpuport.rules._torch_xla_facts import COUNTERPARTS, NEEDLESS, PACKAGE
 
@@ -103,6 +104,7 @@ def _planned(files: list[SourceFile], others: Iterable[SourceFile]) -> dict[Sour
         _note_eager(file, edits[file], moved)
         plan_calls(file, edits[file])
         _note_rest(file, edits[file])
+        _note_texts(file, edits[file])
     return edits
 
 
@@ -138,6 +140,16 @@ def _note_rest(file: SourceFile, edits: Edits) -> None:
         edits.left.append(
             Note(file.line(node), CALL, f"`{file.code(node)}` stays. What to write: {what}")
         )
+
+
+def _note_texts(file: SourceFile, edits: Edits) -> None:
+    """Note each text that means torch_xla to torch."""
+    for text in file.all(cst.SimpleString):
+        if text.evaluated_value in XLA_TEXTS:
+            what = "`cpu` for a device; there is no process group, and a test for it is false"
+            edits.left.append(
+                Note(file.line(text), CALL, f"{text.value} stays. What to write: {what}")
+            )
 
 
 def _chain(node: cst.CSTNode) -> Iterable[cst.CSTNode]:
