@@ -59,7 +59,7 @@ class TestMigrateTorchXla(CodemodTest):
                     torch.save(model.state_dict(), "a.pt")
 
 
-            train(0, *(loader, model, optimizer))
+            train(0, loader, model, optimizer)
         """
         self.assertCodemod(before, after)
         self.assertCodemod(after, after)
@@ -121,6 +121,23 @@ def test_every_name_has_one_answer_which_the_page_shows():
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        ("from torch_xla.core.xla_model import *\nd = xla_device()\n", "is not known"),
+        (
+            "try:\n    import torch_xla\n    HAS = True\nexcept ImportError:\n    HAS = False\n",
+            "asks",
+        ),
+        ("import torch_xla\nd = x.device.type == 'xla'\n", "'xla' stays"),
+    ],
+)
+def test_what_depends_on_torch_xla_in_other_ways_is_noted(text, note):
+    (made,) = migrate({"a.py": text}).values()
+    assert made.after.splitlines()[-1] == text.splitlines()[-1]
+    assert [one for one in made.left if note in one.text]
 
 
 def test_comments_and_the_look_of_a_file_stay():

@@ -93,7 +93,14 @@ def _called(call: cst.Call) -> _Made | None:
     )
     if args is None or m.matches(args, m.Tuple(elements=[])):
         return _Made("_0(0)", {"_0": function}, note=note)
+    if isinstance(args, cst.Tuple) and _is_plain(args):
+        given = {f"_{number + 1}": one.value for number, one in enumerate(args.elements)}
+        return _Made(f"_0(0, {', '.join(given)})", {"_0": function, **given}, note=note)
     return _Made("_0(0, *_1)", {"_0": function, "_1": args}, note=note)
+
+
+def _is_plain(args: cst.Tuple) -> bool:
+    return all(isinstance(element, cst.Element) for element in args.elements)
 
 
 _LAUNCH = {"fn", "args", "start_method", "debug_single_process", "nprocs", "join", "daemon"}
@@ -108,9 +115,9 @@ def _at_once(call: cst.Call) -> _Made | None:
         return _Made("_0()", {"_0": function})
     if not isinstance(args, cst.Tuple):
         return _Made("_0(*_1)", {"_0": function, "_1": args})
-    parts = {f"_{number + 1}": element.value for number, element in enumerate(args.elements)}
-    if any(isinstance(element, cst.StarredElement) for element in args.elements):
+    if not _is_plain(args):
         return None
+    parts = {f"_{number + 1}": element.value for number, element in enumerate(args.elements)}
     return _Made(f"_0({', '.join(parts)})", {"_0": function, **parts})
 
 

@@ -77,7 +77,8 @@ def migrate(texts: Mapping[str, str]) -> dict[str, Migration]:
 
 
 def _uses(file: SourceFile) -> bool:
-    return any(name.partition(".")[0] == PACKAGE for name, _, _ in _imports(file))
+    stars = [node for node in file.all(cst.ImportFrom) if isinstance(node.names, cst.ImportStar)]
+    return bool(_imports(file)) or any(PACKAGE in file.code(node) for node in stars)
 
 
 def _related_files(texts: Mapping[str, str]) -> list[SourceFile]:
@@ -105,6 +106,7 @@ def _planned(files: list[SourceFile], others: Iterable[SourceFile]) -> dict[Sour
         plan_calls(file, edits[file])
         _note_rest(file, edits[file])
         _note_texts(file, edits[file])
+        _note_imports(file, edits[file])
     return edits
 
 
@@ -140,6 +142,19 @@ def _note_rest(file: SourceFile, edits: Edits) -> None:
         edits.left.append(
             Note(file.line(node), CALL, f"`{file.code(node)}` stays. What to write: {what}")
         )
+
+
+def _note_imports(file: SourceFile, edits: Edits) -> None:
+    """Note each import that stays because other code depends on whether it works, or on `*`."""
+    for node in [*file.all(cst.Import), *file.all(cst.ImportFrom)]:
+        if PACKAGE not in file.code(node):
+            continue
+        if isinstance(node.names, cst.ImportStar):
+            text = f"`{file.code(node)}` stays: which names come from it is not known"
+            edits.left.append(Note(file.line(node), CALL, text))
+        elif file.around(node, cst.Try) is not None:
+            text = f"`{file.code(node)}` stays: the `try` around it asks whether torch_xla is there"
+            edits.left.append(Note(file.line(node), CALL, text))
 
 
 def _note_texts(file: SourceFile, edits: Edits) -> None:
@@ -180,7 +195,7 @@ def _applied(file: SourceFile, edits: Edits) -> cst.Module:
         else:
             AddImportsVisitor.add_needed_import(context, module, name)
     changed = AddImportsVisitor(context).transform_module(changed)
-    for module, name, alias in _imports(file):
+    for module, name, alias in _imports(file, guarded=False):
         RemoveImportsVisitor.remove_unused_import(context, module, name, alias)
     changed = RemoveImportsVisitor(context).transform_module(changed)
     return changed if file.module.header else _without_gap(changed)
@@ -215,14 +230,38 @@ def _with_helpers(module: cst.Module, edits: Edits) -> cst.Module:
     return module.with_changes(body=[*body[:at], *made, *body[at:]])
 
 
-def _imports(file: SourceFile) -> list[tuple[str, str | None, str | None]]:
-    """Return the imports of torch_xla: the module, a name from it, and the name it gets here."""
+def _imports(file: SourceFile, *, guarded: bool = True) -> list[tuple[str, str | None, str | None]]:
+    """Return the imports of torch_xla: the module, a name from it, and the name it gets here.
+
+    Args:
+        file: The file.
+        guarded: Whether those inside of `try` count, and names that are imported there too.
+    """
+    found = _imports_of([*file.all(cst.Import), *file.all(cst.ImportFrom)], file)
+    if guarded:
+        return found
+    tried = [node for one in file.all(cst.Try) for node in file.all(cst.Import, one)]
+    others = [node for one in file.all(cst.Try) for node in file.all(cst.ImportFrom, one)]
+    kept = _imports_of([*tried, *others], file)
+    return [one for one in found if one not in kept]
+
+
+def _imports_of(
+    nodes: Iterable[cst.Import | cst.ImportFrom], file: SourceFile
+) -> list[tuple[str, str | None, str | None]]:
     found: list[tuple[str, str | None, str | None]] = []
-    for node in file.all(cst.Import):
+    for node in nodes:
+        if not isinstance(node, cst.Import):
+            continue
         for alias in node.names:
             found.append((alias.evaluated_name, None, alias.evaluated_alias))
-    for node in file.all(cst.ImportFrom):
-        if node.module is None or node.relative or isinstance(node.names, cst.ImportStar):
+    for node in nodes:
+        if (
+            isinstance(node, cst.Import)
+            or node.module is None
+            or node.relative
+            or isinstance(node.names, cst.ImportStar)
+        ):
             continue
         module = file.module.code_for_node(node.module)
         for alias in node.names:
