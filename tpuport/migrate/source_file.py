@@ -84,6 +84,10 @@ class SourceFile:
         self._names: Mapping[cst.CSTNode, Any] = resolved[QualifiedNameProvider]
         self._places: Mapping[cst.CSTNode, Any] = resolved[PositionProvider]
         self._parents: Mapping[cst.CSTNode, Any] = resolved[ParentNodeProvider]
+        self._nodes: list[cst.CSTNode] = []
+        self._ranges: dict[cst.CSTNode, tuple[int, int]] = {}
+        self._by_kind: dict[type[cst.CSTNode], list[Any]] = {}
+        self._index(self.module)
 
     def imported_name(self, node: cst.CSTNode) -> str | None:
         """Return the full name of an imported thing, or None."""
@@ -123,8 +127,19 @@ class SourceFile:
 
     def all(self, kind: type[_Node], inside: cst.CSTNode | None = None) -> list[_Node]:
         """Return the nodes of a kind, in the order of the text."""
-        found = m.findall(inside or self.module, m.MatchIfTrue(lambda one: isinstance(one, kind)))
-        return [node for node in found if isinstance(node, kind)]
+        if inside is not None:
+            begin, end = self._ranges[inside]
+            return [node for node in self._nodes[begin:end] if isinstance(node, kind)]
+        if kind not in self._by_kind:
+            self._by_kind[kind] = [node for node in self._nodes if isinstance(node, kind)]
+        return self._by_kind[kind]
+
+    def _index(self, node: cst.CSTNode) -> None:
+        begin = len(self._nodes)
+        self._nodes.append(node)
+        for child in node.children:
+            self._index(child)
+        self._ranges[node] = (begin, len(self._nodes))
 
     def code(self, node: cst.CSTNode) -> str:
         """Return the text of a node on one line, without comments."""
