@@ -32,6 +32,8 @@ ADVICE = {
     "TPU4": "Make state and randomness inputs and outputs of the step. These go wrong in silence,"
     " so check them even when everything runs.",
     "TPU6": "Now measure. What is left costs time, not correctness.",
+    "TPU7": "Only for scripts of torch_xla: mend what was wrong there already, then let"
+    " `tpuport rewrite --from torch_xla` move the rest.",
 }
 NOT_ABOUT_TORCH = "Its own comments"
 
@@ -84,7 +86,8 @@ def references_of(text: str) -> str:
     """Write references as a list."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     shown = [f"<{line}>" if line.startswith("http") else line for line in lines]
-    shown = [line.replace("docs/lint.md", "[Linting](../lint.md)") for line in shown]
+    for page, title in {"lint": "Linting", "torch_xla_migration": "Moving off torch_xla"}.items():
+        shown = [line.replace(f"docs/{page}.md", f"[{title}](../{page}.md)") for line in shown]
     return "\n".join(f"- {line}" for line in shown)
 
 

@@ -32,6 +32,7 @@ ROOMS: dict[str, set[str]] = {
     "tracing": TRACING,
     "lint": TEXT,
     "ops": BASE | {"source", "tracing"},
+    "migrate": TEXT,
     "diagnosis": TEXT,
     "model": MODEL,
     "sharding": SPREAD,

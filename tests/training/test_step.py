@@ -13,7 +13,7 @@ import tpuport
 from tests.training.small import Small, batches, loss
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.sharding import fsdp
-from tpuport.training import TrainState, make_train_step
+from tpuport.training import TrainState, from_torch, make_train_step
 
 
 def same(found: Any, expected: Any, rtol: float = 1e-4) -> None:
@@ -411,3 +411,43 @@ def test_a_first_call_that_is_not_as_the_others_is_refused():
     with pytest.raises(UsageError, match=r"changes 'ready', 'hooks of layer', .* set up lazily"):
         step(step.init(), torch.randn(6, 4))
     assert not step.ported.module.ready
+
+
+class Trainer:
+    """Owns its loss, as scripts do: what the loss reads of it may change between steps."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.weight, self.scale, self.sizes = 1.0, torch.ones(3), {"k": 2}
+        self.loss_fn = torch.nn.CrossEntropyLoss()
+
+    def loss(self, model, x, y):
+        return self.loss_fn(model(x) * self.scale * self.sizes["k"], y) * self.weight
+
+
+CHANGES = {
+    1: lambda one: setattr(one, "weight", 3.0),
+    3: lambda one: setattr(one, "scale", torch.tensor([1.0, 2.0, 3.0])),
+    5: lambda one: one.sizes.update(k=5),
+    7: lambda one: setattr(one, "loss_fn", torch.nn.CrossEntropyLoss(label_smoothing=0.3)),
+}
+
+
+def test_a_loss_sees_changes_of_the_object_that_it_belongs_to():
+    eager, one = Trainer(), Trainer()
+    x, y = torch.randn(5, 4), torch.randint(3, (5,))
+    ported = tpuport.convert(one.model)
+    step = make_train_step(ported, one.loss, from_torch(ported, one.optimizer))
+    state = step.init()
+    for number in range(9):
+        for trainer in (eager, one):
+            CHANGES.get(number, lambda one: None)(trainer)
+        eager.optimizer.zero_grad()
+        expected = eager.loss(eager.model, x, y)
+        expected.backward()
+        eager.optimizer.step()
+        state, metrics = step(state, x, y)
+        np.testing.assert_allclose(float(metrics["loss"]), expected.item(), rtol=1e-4)
+    assert step.retraces == len(CHANGES)

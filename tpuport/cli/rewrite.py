@@ -39,6 +39,17 @@ Out = Annotated[
         help="Write all files, changed or not, to another folder.",
     ),
 ]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="PACKAGE",
+        rich_help_panel="What to do",
+        help="Take a package out of scripts instead: torch_xla. Files that belong together, such as"
+        " a class and those that extend it, go into one call.",
+    ),
+]
+_PACKAGE = "torch_xla"
 
 
 def rewrite(
@@ -47,6 +58,7 @@ def rewrite(
     write: Write = False,
     out: Out = None,
     unsafe: options.Unsafe = False,
+    from_: From = None,
     select: options.Select = None,
     ignore: options.Ignore = None,
     severity: options.Severity = None,
@@ -80,6 +92,8 @@ def rewrite(
         if choice.from_stdin and out is not None:
             raise UsageError("Standard input goes to standard output, with --write, not to --out.")
         settings = choice.settings()
+        if from_ is not None:
+            raise typer.Exit(_migrated(choice, settings, from_, write=write, out=out))
         run = _from_stdin if choice.from_stdin else _from_files
         raise typer.Exit(run(choice, settings, write=write, out=out, unsafe=unsafe))
 
@@ -126,16 +140,46 @@ def _from_files(
         changes, problems = _rewritten(wanted, choice, settings, unsafe)
     unread = [problem for one in checked for problem in one.problems]
     problems = list({str(p): p for p in (*found.problems, *unread, *problems)}.values())
+    return _shown(changes, problems, found.files, write=write, out=out)
+
+
+def _shown(
+    changes: "list[Change]",
+    problems: "list[Problem]",
+    files: Sequence[Path],
+    *,
+    write: bool,
+    out: Path | None,
+) -> int:
+    """Write or print the changes of files, and return the exit code."""
     if out is not None:
-        problems += _copied(changes, found.files, out)
-        return _finish(changes, problems, len(found.files), f"To {out}: rewrote")
+        problems = problems + _copied(changes, files, out)
+        return _finish(changes, problems, len(files), f"To {out}: rewrote")
     if write:
-        problems += [p for change in changes if change.changed for p in _written(change)]
-        return _finish(changes, problems, len(found.files), "Rewrote")
+        written = [p for change in changes if change.changed for p in _written(change)]
+        return _finish(changes, problems + written, len(files), "Rewrote")
     for change in changes:
         _print_diff(change)
-    code = _finish(changes, problems, len(found.files), "Would rewrite")
+    code = _finish(changes, problems, len(files), "Would rewrite")
     return code or (FAILED if any(change.changed for change in changes) else 0)
+
+
+def _migrated(
+    choice: Choice, settings: "Settings", package: str, *, write: bool, out: Path | None
+) -> int:
+    """Take a package out of files, and say what was changed and what is left."""
+    from tpuport.migrate.rewriting import migrate_files
+
+    if package != _PACKAGE:
+        raise UsageError(f"--from {package}: expected {_PACKAGE}, which is all that is known.")
+    if choice.from_stdin:
+        raise UsageError(f"--from {package} reads files, which may belong together, not `-`.")
+    found = choice.files(settings)
+    changes, explained, problems = migrate_files(found.files)
+    for one in explained:
+        say(str(one))
+    problems = [*found.problems, *problems]
+    return _shown(changes, problems, found.files, write=write, out=out)
 
 
 def with_findings(pairs: "Sequence[Pair]", settings: "Settings") -> "list[Pair]":

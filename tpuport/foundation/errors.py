@@ -9,6 +9,7 @@ EXTRA_OF_PACKAGE = {
     "torch": "jax",
     "torchax": "jax",
     "libtpu": "tpu",
+    "libcst": "migrate",
     "av": "recipes",
     "diffusers": "recipes",
     "einops": "recipes",

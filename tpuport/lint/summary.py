@@ -21,6 +21,7 @@ STEPS = {
     "TPU3": "trips through the host",
     "TPU4": "state and randomness in the step",
     "TPU6": "recompiles and speed",
+    "TPU7": "code for torch_xla",
 }
 
 

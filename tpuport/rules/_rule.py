@@ -62,7 +62,7 @@ class Rule(RuleVisitor):
     Attributes:
         CODE: Unique and never reused: TPU1 concretization, TPU2 data-dependent shape, TPU3 host
             transfer, TPU4 trace-time state and randomness, TPU5 device assumptions, TPU6 recompile
-            and speed; then two digits.
+            and speed, TPU7 torch_xla; then two digits.
         MESSAGE: The message; its placeholders are the keyword arguments of `context.report`.
         SAFETY: How close rewritten code stays to the original.
         SEVERITY: The consequence for the program if the finding stays.

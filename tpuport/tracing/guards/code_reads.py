@@ -86,6 +86,11 @@ class CodeReads:
     def _note_root(self, root: Any) -> None:
         if not isinstance(root, torch.nn.Module):
             self._note_value(root)
+            owner = getattr(root, "__self__", None)
+            if isinstance(root, types.MethodType) and not isinstance(owner, torch.nn.Module | type):
+                # Its attributes are read as those of an object in a closure are.
+                self.cells[id(owner)] = types.CellType(owner)
+                self._note_value(owner)
             return
         for one in root.modules():
             self._note_class(type(one), torch_too=True)
