@@ -390,7 +390,7 @@ class PortedModel(PortedState):
             },
         )
         with self._precision_scope():
-            outcome = pure.traced(self, request, given)
+            outcome = pure.traced(self, request, given, gates=True)
         leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         result = pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}

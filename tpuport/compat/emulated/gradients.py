@@ -14,7 +14,8 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.model.program_cache import BoundCall, CachedProgram
-from tpuport.tracing.core.gradient_paths import Path, Paths, evaluated
+from tpuport.tracing.core.gradient_paths import evaluated
+from tpuport.tracing.core.paths import Path, Paths
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]

@@ -213,6 +213,8 @@ class Trace:
         self.dynamic = False
         # Whether any traced value was made a Python number.
         self.has_numbers = False
+        # Whether the program has a branch on a traced value, as `lax.cond`.
+        self.branches = False
         # Whether a module with a remat policy runs: those inside it get no region of their own.
         self.in_remat = False
         # Whether TorchScript's interpreter runs.
