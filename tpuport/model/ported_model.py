@@ -413,12 +413,16 @@ class PortedModel(PortedState):
         if any(value is None for value in (*values, *state.values(), key)):
             return
         verifier = self._verifier
-        verifier.done.add(("apply", method))
+        verifier.done.add(("apply", method))  # the comparison calls `apply` in turn
         copied, named = pytree.unflatten(spec, values)
         call = dataclasses.replace(
             verifier.call(method, copied, named, trainable=True), key=key, state=state
         )
-        self._compare_gradients(verifier, call, list(params))
+        try:
+            self._compare_gradients(verifier, call, list(params))
+        except BaseException:
+            verifier.done.discard(("apply", method))
+            raise
 
     # -- compiling ---------------------------------------------------------------------------------
 

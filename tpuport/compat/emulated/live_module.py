@@ -388,10 +388,13 @@ class LiveModel(PortedModel):
         if not ours or not (sums or parity.projected(expected.out)):
             return []
         try:
-            want = self._eager_gradients(expected)
+            want = parity.of_reference(expected, keep=True)
         except RuntimeError as error:
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
+            if self._last_program is not None:
+                refused = parity.refused(expected.out, expected.module)
+                self._last_program.run.derived[gradients.REFUSED] = refused
             return []
         have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
         return parity.paired(want, dict(zip(ours, have, strict=True)))
