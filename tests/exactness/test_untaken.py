@@ -110,7 +110,7 @@ def recomputed(w: Any, v: Any, x: Any) -> Any:
 
 def inner_gradient(w: Any, v: Any, x: Any) -> Any:
     z = after(lambda w, v: w.sqrt())(w, v, x)
-    grad, other = torch.autograd.grad(z.sum(), [w, v], allow_unused=True)
+    grad, _other = torch.autograd.grad(z.sum(), [w, v], allow_unused=True)
     return v * x if grad is None else v * grad
 
 

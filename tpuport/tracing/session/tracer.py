@@ -50,6 +50,7 @@ from tpuport.tracing.session.program_io import (
     state_tensor,
     traced_arguments,
 )
+from tpuport.tracing.session.seen_types import seen_in
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
@@ -126,7 +127,7 @@ class Tracer:
         changed: list[str] = []
         for _ in range(_MAX_ATTEMPTS):
             try:
-                with outside.left_alone() as run:
+                with outside.left_alone() as run, seen_in(outside.code.types.values()):
                     outcome = self._attempt(request)
                 if not run.changed:
                     outcome.trace.recorder.guards.python = run.before
