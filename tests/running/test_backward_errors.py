@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import tpuport
+from tpuport import PortError
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -90,3 +91,29 @@ def test_one_output_is_differentiated():
         model(X.cuda())[0].backward()
         assert model.w.grad is not None
         assert model.w.grad.tolist() == X.tolist()
+
+
+class Hidden(nn.Module):
+    """Keeps a module in a plain list: no parameter of it is one of this module."""
+
+    def __init__(self, grad: bool) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(2))
+        self.hidden, self.grad = [nn.Linear(2, 2).cuda()], grad
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.grad):
+            target = self.hidden[0](x)
+        return (self.w * target).sum()
+
+
+def test_a_gradient_that_a_program_does_not_return_is_refused():
+    with tpuport.porting():
+        x, model = torch.ones(2).cuda(), Hidden(True).cuda()
+        with pytest.raises(PortError, match="its gradient would be lost") as caught:
+            model(x)
+        assert caught.value.source_line == "target = self.hidden[0](x)"
+        model.hidden[0].requires_grad_(False)
+        model(x).backward()
+        assert model.w.grad is not None
+        Hidden(False).cuda()(x).backward()

@@ -50,6 +50,7 @@ class LiveModel(PortedModel):
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._mode = None
+        self._tracer.takes_gradients = True
         self._tracer.hooked = None  # torch calls the hooks of this module's parameters itself
         self._wanted: gradients.Wanted | None = None
         self._changed_numbers: set[str] = set()

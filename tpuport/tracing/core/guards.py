@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.errors import port_error
 
 
@@ -60,6 +61,18 @@ def _memory_of(tensor: torch.Tensor) -> np.ndarray:
         if tensor.untyped_storage().nbytes() > _MOST_BYTES:
             return np.empty(0, np.uint8)
         return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
+def lost_gradient(tensor: torch.Tensor) -> PortError:
+    """Return the refusal of a tensor whose gradient only autograd would have."""
+    return port_error(
+        f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter of the"
+        " ported module (such as one of a module in a plain list): its gradient would be lost",
+        code="TPU406",
+        remedy="register it (nn.ModuleList, register_parameter), stop its gradient"
+        " (requires_grad_(False), no_grad, detach), or leave the class to eager PyTorch:"
+        " porting(eager=(...)), or --eager",
+    )
 
 
 # A tensor with its state, its memory and what that held.

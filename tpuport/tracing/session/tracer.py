@@ -91,6 +91,7 @@ class Tracer:
     placement: Placement = NOWHERE
     casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
+    takes_gradients: bool = False  # whether torch's autograd sees the program as a node
     target: str | None = None  # the platform it is for, if that is not the placement's
     blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
 
@@ -212,6 +213,7 @@ class Tracer:
             mesh=self.placement.mesh,
             placement=self.placement if self.placement.constrains else None,
             remat=self.remat,
+            takes_gradients=self.takes_gradients,
             patches=self.patches,
             hoist=request.hoist,
         )
