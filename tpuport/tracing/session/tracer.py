@@ -126,6 +126,7 @@ class Tracer:
         refused: PortError | None = None
         outside = self.outside(request.method)
         changed: list[str] = []
+        last: RestartTrace | None = None
         for _ in range(_MAX_ATTEMPTS):
             try:
                 with outside.left_alone() as run, seen_in(outside.code.types.values()):
@@ -138,6 +139,7 @@ class Tracer:
                     outside.refuse(run.changed)
                 changed = run.changed
             except RestartTrace as restart:
+                last = restart
                 self._learn(restart)
             except PortError as error:
                 refused = refused or self._placed(error, request.method)
@@ -152,11 +154,7 @@ class Tracer:
                 refused = refused or _needs_number(error)
                 if not self.plan.try_more(request.candidates):
                     raise refused from error
-        msg = (
-            f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
-            f" {sorted(map(str, self.plan.tried))}"
-        )
-        raise PortError(msg, remedy="please report this with the code of the function")
+        raise self._placed(_unsettled(request.method, last), request.method)
 
     def _placed(self, error: PortError, method: str) -> PortError:
         """Give an error that was found after the method's last line the line of its definition."""
@@ -378,6 +376,21 @@ class Tracer:
             outcome.python_changes = python_changes(before, after, module)
             outcome.baked = dict(baked)
         return outcome
+
+
+def _unsettled(method: str, last: RestartTrace | None) -> PortError:
+    """Return the refusal of a function of which each attempt learned something new."""
+    site = None if last is None or last.site is None else last.site
+    place = None if site is None else CodePlace.at(site[0].co_filename, site[1].line)
+    return PortError(
+        f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts, each of which found"
+        " another line or number that needs a value",
+        file=place and place.file,
+        line=place and place.line,
+        source_line=place and place.source,
+        remedy="choose by torch.where in this function, or split it into modules or functions that"
+        " are converted by themselves; under porting(), leave the class to eager PyTorch: --eager",
+    )
 
 
 _SMALL = 4096
