@@ -1,5 +1,6 @@
 """What a program reads from outside (closures, globals, module arguments) may change afterwards."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -129,3 +130,60 @@ def test_a_counter_on_a_module_outside_is_refused():
         ported(torch.ones(2))
     assert counting.calls == 0
     assert "calls" not in counting.__dict__
+
+
+@torch.inference_mode()
+def write_in_inference_mode(tensor: torch.Tensor) -> None:
+    tensor[1] = 9.0
+
+
+UNCOUNTED: dict[str, Any] = {
+    "numpy": lambda t: t.numpy().__setitem__(0, 3.0),
+    "data": lambda t: t.data.__setitem__(0, 4.0),
+    "dlpack": lambda t: torch.from_dlpack(t.__dlpack__()).__setitem__(1, 5.0),
+    "storage": lambda t: t.untyped_storage().fill_(0),
+}
+
+
+def test_writes_that_torch_does_not_count_are_seen():
+    held = torch.ones(3)[1:]
+    with torch.inference_mode():
+        uncounted = torch.ones(2)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * held + uncounted
+
+    ported = tpuport.convert(function, verify=False)
+    x = torch.ones(2)
+    assert ported(x).tolist() == function(x).tolist()
+    for name, write in UNCOUNTED.items():
+        write(held)
+        assert ported(x).tolist() == function(x).tolist(), name
+        ported(x)  # calls that are each traced again would be refused
+        ported(x)
+    write_in_inference_mode(uncounted)
+    assert ported(x).tolist() == function(x).tolist()
+
+
+SCALED = functools.partial(lambda x, k: x * k, k=2.0)
+
+
+class Partial(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = functools.partial(torch.mul, other=3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return SCALED(x) + self.scaled(x)
+
+
+def test_keywords_of_a_partial_are_seen():
+    ported, x = tpuport.convert(Partial(), verify=False), torch.ones(2)
+    assert ported(x).tolist() == [5.0, 5.0]
+    try:
+        SCALED.keywords["k"] = 4.0
+        assert ported(x).tolist() == [7.0, 7.0]
+        ported.module.scaled.keywords["other"] = 5.0
+        assert ported(x).tolist() == [9.0, 9.0]
+    finally:
+        SCALED.keywords["k"] = 2.0

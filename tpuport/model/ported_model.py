@@ -390,7 +390,7 @@ class PortedModel(PortedState):
             },
         )
         with self._precision_scope():
-            outcome = pure.traced(self, request, given)
+            outcome = pure.traced(self, request, given, gates=True)
         leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
         changed = {name: value for name, value in outcome.state.items() if name not in params}
         result = pytree.unflatten(outcome.out_spec, leaves), {**buffers, **changed}
@@ -413,12 +413,16 @@ class PortedModel(PortedState):
         if any(value is None for value in (*values, *state.values(), key)):
             return
         verifier = self._verifier
-        verifier.done.add(("apply", method))
+        verifier.done.add(("apply", method))  # the comparison calls `apply` in turn
         copied, named = pytree.unflatten(spec, values)
         call = dataclasses.replace(
             verifier.call(method, copied, named, trainable=True), key=key, state=state
         )
-        self._compare_gradients(verifier, call, list(params))
+        try:
+            self._compare_gradients(verifier, call, list(params))
+        except BaseException:
+            verifier.done.discard(("apply", method))
+            raise
 
     # -- compiling ---------------------------------------------------------------------------------
 

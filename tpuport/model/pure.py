@@ -1,5 +1,6 @@
 """The pure function behind a ported model's calls, inside a jax transformation."""
 
+import contextlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.core
 from jax.extend.core import jaxpr_as_fun
 
+from tpuport.tracing.core.untaken import gated, runs_branches
 from tpuport.tracing.functions.inner_gradients import NeedsProgram
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
@@ -15,13 +17,17 @@ if TYPE_CHECKING:
     from tpuport.model.ported_model import PortedModel
 
 
-def traced(ported: "PortedModel", request: TraceRequest, given: dict[str, Any]) -> TraceResult:
+def traced(
+    ported: "PortedModel", request: TraceRequest, given: dict[str, Any], *, gates: bool = False
+) -> TraceResult:
     """Trace a call, with repeated blocks as loops where that pays.
 
     Args:
         ported: The model to trace.
         request: The call; its `values` are taken from `given`.
         given: The state by name, stacked weights included.
+        gates: Whether the caller may differentiate it as it is: then branches that are not taken
+            pass no gradient. `gradient_paths.evaluated` sees to that otherwise.
 
     Returns:
         The outcome of the call. A change of a weight in a stack appears as a change of the stack.
@@ -40,16 +46,16 @@ def traced(ported: "PortedModel", request: TraceRequest, given: dict[str, Any]) 
         return outcome.out_leaves, state, outcome.error_code
 
     inputs = (given, request.key, request.leaves)
+    results = None
     if not tracer.rolls:
-        try:
+        with contextlib.suppress(NeedsProgram):
             results = pure(*inputs)
-        except NeedsProgram:
-            closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
-            outs = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
-            results = jax.tree.unflatten(jax.tree.structure(shape), outs)
-    else:
+    if results is None or (gates and held["outcome"].trace.branches):
         closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
-        outs = jaxpr_as_fun(tracer.rolled(closed))(*jax.tree.leaves(inputs))
+        closed, run = tracer.rolled(closed), None
+        if gates and runs_branches(closed):
+            run = gated(closed, range(len(closed.jaxpr.outvars)))
+        outs = (run or jaxpr_as_fun(closed))(*jax.tree.leaves(inputs))
         results = jax.tree.unflatten(jax.tree.structure(shape), outs)
     outcome = held["outcome"]
     outcome.out_leaves, outcome.state, outcome.error_code = results

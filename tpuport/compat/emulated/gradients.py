@@ -9,12 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from jax import core
+from jax.interpreters import ad
 
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.model.program_cache import BoundCall, CachedProgram
-from tpuport.tracing.core.gradient_paths import Path, Paths, evaluated
+from tpuport.tracing.core.gradient_paths import evaluated
+from tpuport.tracing.core.paths import Path, Paths
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
@@ -127,8 +130,24 @@ def _refuse_lost_gradients(results: Any, labels: Callable[..., dict[str, Any]]) 
         )
 
 
-# The function that jax.vjp returns is a pytree, so one jit serves the backward of all programs.
-_pull = jax.jit(lambda pull, cotangents: pull(cotangents))
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _NoCotangent:
+    """The place of an output that is not differentiated: zeros would reach infinite derivatives."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@jax.jit
+def _pull(pull: Any, cotangents: list[Any]) -> Any:
+    """Run a backward pass.
+
+    The function that `jax.vjp` returns is a pytree, so one jit serves all programs.
+    """
+    avals = [core.ShapedArray(c.shape, c.dtype) for c in cotangents]
+    pairs = zip(cotangents, avals, strict=True)
+    return pull([ad.Zero(a) if isinstance(c, _NoCotangent) else c for c, a in pairs])
 
 
 class _SecondOrder:
@@ -194,16 +213,16 @@ class DifferentiatedCall:
         self.shapes = [flow.shape for flow in flows]
         return [host_tensor(flow, d) for flow, d in zip(flows, self.dtypes, strict=True)]
 
-    def _cotangents(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:
+    def _cotangents(self, gradients: Sequence[torch.Tensor | None], absent: Any) -> list[Any]:
         flows = zip(gradients, self.dtypes, self.shapes, strict=True)
         return [
-            jnp.zeros(shape, backend.jax_dtype(dtype)) if g is None else backend.to_jax(g.to(dtype))
+            absent(shape, backend.jax_dtype(dtype)) if g is None else backend.to_jax(g.to(dtype))
             for g, dtype, shape in flows
         ]
 
     def pulled_back(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:
         """Run backward: map cotangents of the outputs to those of the state and the arguments."""
-        return _pull(self.pull, self._cotangents(gradients))[0]
+        return _pull(self.pull, self._cotangents(gradients, _NoCotangent))[0]
 
     def pulled_back_twice(
         self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
@@ -220,13 +239,17 @@ class DifferentiatedCall:
         if twice is None:
             twice = derived[self.wanted] = _SecondOrder(prepared.compiled, self.wanted)
         given = (prepared.picked, prepared.key, prepared.given.values)
-        return twice(given, primals, self._cotangents(gradients), seconds)
+        return twice(given, primals, self._cotangents(gradients, jnp.zeros), seconds)
 
     def results(self, flows: list[Any]) -> Any:
         """Return what `PortedModel._finish` takes, with these tensors as the floating outputs."""
         stays, rest = self.rest
         given = iter(flows)
         return ([next(given) if stay is None else stay for stay in stays], *rest)
+
+
+# Where a program keeps what eager PyTorch raises when its floating outputs are differentiated.
+REFUSED = "refused"
 
 
 class Through(torch.autograd.Function):
@@ -254,6 +277,9 @@ class Through(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         call, tensors = kept._tpuport_kept
         used = [i for i, g in enumerate(gradients) if g is not None]
+        for index, error in call.prepared.compiled.run.derived.get(REFUSED, {}).items():
+            if index in used:
+                raise type(error)(*error.args) from error
         reached = call.reached.inputs(used, len(tensors))
         needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True

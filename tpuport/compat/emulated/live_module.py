@@ -50,6 +50,7 @@ class LiveModel(PortedModel):
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._mode = None
+        self._tracer.takes_gradients = True
         self._tracer.hooked = None  # torch calls the hooks of this module's parameters itself
         self._wanted: gradients.Wanted | None = None
         self._changed_numbers: set[str] = set()
@@ -388,10 +389,13 @@ class LiveModel(PortedModel):
         if not ours or not (sums or parity.projected(expected.out)):
             return []
         try:
-            want = self._eager_gradients(expected)
+            want = parity.of_reference(expected, keep=True)
         except RuntimeError as error:
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
+            if self._last_program is not None:
+                refused = parity.refused(expected.out, expected.module)
+                self._last_program.run.derived[gradients.REFUSED] = refused
             return []
         have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
         return parity.paired(want, dict(zip(ours, have, strict=True)))

@@ -7,6 +7,7 @@ hold tensors (key-value caches). Shared references stay shared.
 
 import decimal
 import enum
+import functools
 import types
 import weakref
 from collections import OrderedDict, UserDict, deque
@@ -150,6 +151,11 @@ def hashable(value: Any, keep: list[Any]) -> Any:
         # Comparing it would compare its referent, elementwise for a tensor.
         keep.append(value)
         return (weakref.ref, id(value))
+    if isinstance(value, functools.partial):
+        keep.append(value)
+        held = (*value.args, *value.keywords.values())
+        parts = [("id", id(v)) if isinstance(v, torch.Tensor) else hashable(v, keep) for v in held]
+        return (functools.partial, id(value), *value.keywords, *parts)
     if isinstance(value, slice):
         return (value.start, value.stop, value.step)
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -35,22 +35,42 @@ def projected(out: Any) -> list[torch.Tensor]:
     ]
 
 
-def of_reference(found: Reference) -> dict[str, torch.Tensor | None]:
+def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
+    """Return what eager raises for the gradient of each floating result, by its number.
+
+    An example is a value that was written in place after an operation kept it for backward.
+    """
+    leaves = [leaf for leaf in pytree.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
+    trained = [p for p in module.parameters() if p.requires_grad]
+    found: dict[int, RuntimeError] = {}
+    for index, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):
+        if leaf.requires_grad:
+            try:
+                torch.autograd.grad(leaf.sum(), trained, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                found[index] = error
+    return found
+
+
+def of_reference(found: Reference, *, keep: bool = False) -> dict[str, torch.Tensor | None]:
     """Return eager's gradients of `projected`, by parameter.
 
-    There are none if no result has a graph, or if a backward draws random numbers.
+    There are none if no result has a graph, or if a backward draws random numbers. `keep` keeps the
+    graph for another pass.
     """
     if found.module is None:
         return {}
     numbers = contextlib.nullcontext() if found.numbers is None else found.numbers.of_backward()
     try:
         with numbers:
-            return of_sums(projected(found.out), found.module)
+            return of_sums(projected(found.out), found.module, keep=keep)
     except DrewInBackward:
         return {}
 
 
-def of_sums(sums: list[torch.Tensor], module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+def of_sums(
+    sums: list[torch.Tensor], module: torch.nn.Module, *, keep: bool = False
+) -> dict[str, torch.Tensor | None]:
     """Return the gradients of sums by parameter, None for one that they do not depend on."""
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not sums or not trained:
@@ -59,7 +79,9 @@ def of_sums(sums: list[torch.Tensor], module: torch.nn.Module) -> dict[str, torc
     for p in trained.values():
         p.grad = None
     try:
-        made = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
+        made = torch.autograd.grad(
+            sums, list(trained.values()), allow_unused=True, retain_graph=keep
+        )
         # A custom backward may run `backward()`, which adds to `.grad`: reversible layers do.
         left = [p.grad for p in trained.values()]
     finally:

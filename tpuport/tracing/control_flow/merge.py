@@ -198,6 +198,7 @@ class _Merge:
     def result(self, test: jax.Array, snapshot: Snapshot | None) -> Any:
         """Return the result of the branch, after its writes."""
         a, b = self.sides
+        self.trace.branches = True
         values, after, counts, *tests = jax.lax.cond(test, self._body(a), self._body(b))
         self.trace.draws = a.draws if self.same_draws else counts
         count = len(self.written)

@@ -18,7 +18,7 @@ from tpuport.foundation.patching.shim import Shim
 from tpuport.reports.records import AttentionCall
 from tpuport.tracing.core import active, int64
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.guards import Guards
+from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
 from tpuport.tracing.core.tensor import Storage, TracedTensor
@@ -133,6 +133,7 @@ class TraceOptions:
         remat: Gives the remat policy of a module by its fqn, if it has one (`core.remat_policy`).
         patches: Replacements of torch's functions that hold while it runs.
         hoist: Makes a host constant an argument of the program; None for one that is inlined.
+        takes_gradients: Whether torch's autograd differentiates the program, as under `porting()`.
     """
 
     target: str = field(default_factory=jax.default_backend)
@@ -141,6 +142,7 @@ class TraceOptions:
     remat: Callable[[str], str | None] = no_policy
     patches: tuple[type[Shim], ...] = ()
     hoist: Callable[[torch.Tensor], jax.Array | None] | None = None
+    takes_gradients: bool = False
 
 
 @dataclass(eq=False)
@@ -213,6 +215,8 @@ class Trace:
         self.dynamic = False
         # Whether any traced value was made a Python number.
         self.has_numbers = False
+        # Whether the program has a branch on a traced value, as `lax.cond`.
+        self.branches = False
         # Whether a module with a remat policy runs: those inside it get no region of their own.
         self.in_remat = False
         # Whether TorchScript's interpreter runs.
@@ -421,6 +425,8 @@ class Trace:
         if known is not None and counted is not None and known.version == counted:
             return known.value
         if self.is_foreign(tensor):
+            if tensor.requires_grad and self.options.takes_gradients and torch.is_grad_enabled():
+                raise lost_gradient(tensor)
             self.recorder.guards.note_tensor(tensor)
         if tensor.dtype is torch.int64 and not backend.fits(tensor):
             with jax.ensure_compile_time_eval(), int64.scope():

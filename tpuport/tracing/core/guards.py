@@ -8,8 +8,10 @@ changed.
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
+from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.errors import port_error
 
 
@@ -42,9 +44,39 @@ def _same(a: Any, b: Any) -> bool:
     return a is b
 
 
-def _state_of(tensor: torch.Tensor) -> tuple[int, int]:
+def _state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Return what a write to a tensor changes, or an assignment to its `.data`."""
-    return tensor._version, tensor.data_ptr()
+    return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+
+
+# Of larger tensors a write through numpy, DLPack or `.data` is not seen: torch counts none of them.
+_MOST_BYTES = 4096
+
+
+def _memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a tensor, if it is small enough to compare at each call."""
+    with torch._C.DisableTorchFunction():
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+            return np.empty(0, np.uint8)
+        if tensor.untyped_storage().nbytes() > _MOST_BYTES:
+            return np.empty(0, np.uint8)
+        return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy()
+
+
+def lost_gradient(tensor: torch.Tensor) -> PortError:
+    """Return the refusal of a tensor whose gradient only autograd would have."""
+    return port_error(
+        f"a tensor of shape {tuple(tensor.shape)} that requires a gradient is no parameter of the"
+        " ported module (such as one of a module in a plain list): its gradient would be lost",
+        code="TPU406",
+        remedy="register it (nn.ModuleList, register_parameter), stop its gradient"
+        " (requires_grad_(False), no_grad, detach), or leave the class to eager PyTorch:"
+        " porting(eager=(...)), or --eager",
+    )
+
+
+# A tensor with its state, its memory and what that held.
+_NotedTensor = tuple[torch.Tensor, tuple[int | None, int], np.ndarray, bytes]
 
 
 @dataclass
@@ -52,12 +84,12 @@ class Guards:
     """The guards of one program: collected by its trace, checked before each later call.
 
     Attributes:
-        tensors: host tensors from outside by id, with their version and memory when they were read.
+        tensors: host tensors from outside by id, with what they were when they were read.
         modules: modules from outside by id, with what they held.
         python: the Python values that the code read.
     """
 
-    tensors: dict[int, tuple[torch.Tensor, tuple[int, int]]] = field(default_factory=dict)
+    tensors: dict[int, _NotedTensor] = field(default_factory=dict)
     modules: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=dict
     )
@@ -66,8 +98,9 @@ class Guards:
 
     def note_tensor(self, tensor: torch.Tensor) -> None:
         """Note that a host tensor from outside is read."""
-        if id(tensor) not in self.tensors and not tensor.is_inference():
-            self.tensors[id(tensor)] = (tensor, _state_of(tensor))
+        if id(tensor) not in self.tensors:
+            memory = _memory_of(tensor)
+            self.tensors[id(tensor)] = (tensor, _state_of(tensor), memory, memory.tobytes())
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Note that a module from outside is called."""
@@ -107,8 +140,8 @@ class Guards:
 
     def changed(self) -> str | None:
         """Say what has changed since it was read, or return None."""
-        for tensor, before in self.tensors.values():
-            if _state_of(tensor) != before:
+        for tensor, before, memory, held in self.tensors.values():
+            if _state_of(tensor) != before or memory.tobytes() != held:
                 return f"a tensor of shape {tuple(tensor.shape)} outside the module was written"
         for module, held, _ in self.modules.values():
             now = _held(module)

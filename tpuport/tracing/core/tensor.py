@@ -168,6 +168,11 @@ class TracedTensor(backend.TorchaxTensor):
         self._stopped: tuple[int, int, jax.Array] | None = None
         self._env = None
 
+    @property
+    def __class__(self) -> type[torch.Tensor]:
+        """Return the class that user code sees; `type` gives the real one."""
+        return torch.nn.Parameter if getattr(self, "_is_param", False) else torch.Tensor
+
     # -- gradients ---------------------------------------------------------------------------------
 
     @property

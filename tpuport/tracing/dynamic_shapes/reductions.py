@@ -59,11 +59,13 @@ IDENTITY: dict[str, Callable[[torch.dtype], Any]] = {
 _NEEDS_ELEMENTS = {"amax", "max", "argmax", "amin", "min", "argmin"}
 
 
-def _require_elements(func: Any, source: Any, dims: list[int]) -> None:
-    """Make the program fail, as eager does, if there is nothing to reduce."""
+def _require_elements(func: Any, source: Any, dims: list[int], dim: Any) -> None:
+    """Make the program fail, as eager does, if there is nothing to reduce along `dim`, as given."""
     name = func._opname
     whole = name in ("max", "min", "linalg_vector_norm") and func._overloadname in ("", "default")
     message = f"{name}(): expected a reduction over a dim of non-zero size"
+    if name in ("amax", "amin") and dim in (None, (), []):
+        whole, message = True, f"{name}(): Expected reduction dim to be specified for no elements"
     for dim in dims:
         node = extents_of(source).get(dim)
         if node is not None and node.low <= 0:
@@ -87,7 +89,7 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         identity = math.inf if order < 0 else 0
         needs_elements = order < 0 or order == math.inf
     if needs_elements:
-        _require_elements(func, source, dims)
+        _require_elements(func, source, dims, args[1] if len(args) > 1 else kwargs.get("dim"))
     masked = filled(source, identity, dims)
     return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
 

@@ -16,8 +16,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.gradient_paths import Paths
+from tpuport.tracing.core.paths import Paths
 from tpuport.tracing.core.tensor import Flow, TracedTensor, wrap
+from tpuport.tracing.core.untaken import gated, reads
 from tpuport.tracing.core.values import tensors_in, value_of
 from tpuport.tracing.functions.registry import function, holds_traced, traced
 
@@ -221,7 +222,13 @@ def _derivatives(
         ]
     unique = list({id(source): source for source in sources}.values())
     replay = _Replay(values, unique)
-    pull = jax.vjp(replay, *unique)[1]
+    run: Any = replay
+    if trace.branches:
+        closed = jax.make_jaxpr(replay)(*unique)
+        run = gated(closed, range(len(values)))
+        # Eager's None on some paths only is explored as a branch of the user's is.
+        replay.used = [_decided(trace, flag) for flag in reads(closed, *unique)]
+    pull = jax.vjp(run, *unique)[1]
     pulled = (jax.vmap(pull) if batched else pull)(cotangents)
     known = {id(u): (v, used) for u, v, used in zip(unique, pulled, replay.used, strict=True)}
     made: list[torch.Tensor | None] = []
@@ -233,6 +240,12 @@ def _derivatives(
         flow = Flow.SEEN if graph else Flow.STOPPED
         made.append(wrap(value, start.dtype, trace=trace, flow=flow) if used else None)
     return made
+
+
+def _decided(trace: Trace, flag: bool | jax.Array) -> bool:
+    if isinstance(flag, jax.core.Tracer) and trace.explorer is not None:
+        return trace.explorer.explore(flag)
+    return bool(flag)
 
 
 def _given(grad_outputs: Any, ends: Sequence[torch.Tensor]) -> Sequence[Any]:

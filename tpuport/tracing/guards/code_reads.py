@@ -50,6 +50,7 @@ class CodeReads:
         classes: the classes whose attributes are read, with the types of attributes to look at: of
             a library's classes only plain values.
         variables: the names of environment variables; None if the code may read any.
+        types: the namespaces, by id, of code that may call Python's `type`.
     """
 
     def __init__(self, roots: Iterable[Any], methods: Iterable[str] | None = None) -> None:
@@ -58,6 +59,7 @@ class CodeReads:
         self.cells: dict[int, types.CellType] = {}
         self.classes: dict[type, tuple[type, ...]] = {}
         self.variables: set[str] | None = set()
+        self.types: dict[int, dict[str, Any]] = {}
         self._follows_all = methods is None
         self._names: set[str] = set(methods or ())
         self._reads_any = False
@@ -145,6 +147,8 @@ class CodeReads:
         self._names |= names
         if _top(function.__module__ or "") in _FOLLOWED_NOT:
             return
+        if "type" in names:
+            self.types[id(function.__globals__)] = function.__globals__
         self._reads_any = self._reads_any or bool(names & _ANY)
         if names & _ENVIRONMENT:
             self._note_variables({name for name in names if _VARIABLE.fullmatch(name)})

@@ -8,6 +8,7 @@ read, and compared at each call.
 import contextlib
 import contextvars
 import copy
+import functools
 import operator
 import os
 import types
@@ -330,9 +331,11 @@ class _Freezer:
         slots = {name: held[name] for name in names if name not in (space or ())}
         if slots:
             self.identities.other(_has_attributes, value, slots)
+        bound = (value.args, value.keywords) if isinstance(value, functools.partial) else ()
         return (
             None if isinstance(value, dict) else _Same(value),
             tuple((name, self._frozen(held[name])) for name in names),
+            tuple(map(self._frozen, bound)),
         )
 
 

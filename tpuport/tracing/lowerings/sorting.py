@@ -125,9 +125,11 @@ _SHARED = "torchax gives the whole gradient to one element, torch shares it amon
 def _median_of_all(x: jax.Array, skip_nan: bool) -> jax.Array:
     """Return the median, whose gradient is shared equally by all elements equal to it."""
     flat = x.reshape(-1)
+    if is_float(x) and not flat.size:
+        return jnp.asarray(jnp.nan, x.dtype)
     middle = functools.partial(_middle, dim=0, skip_nan=skip_nan)
     value = _picked(flat, 0, False, middle)[0]
-    if not is_float(x) or not flat.size:
+    if not is_float(x):
         return value
     equal = (flat == value) | (jnp.isnan(flat) & jnp.isnan(value))
     shared = jnp.sum(jnp.where(equal, flat, 0)) / jnp.sum(equal).astype(x.dtype)

@@ -11,7 +11,7 @@ import torch
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.gradient_paths import Paths
+from tpuport.tracing.core.paths import Paths
 from tpuport.tracing.core.tensor import TracedTensor, version, wrap
 from tpuport.tracing.core.view_steps import ViewStep
 from tpuport.tracing.functions.inner_gradients import refuse_unrecorded

@@ -50,6 +50,7 @@ from tpuport.tracing.session.program_io import (
     state_tensor,
     traced_arguments,
 )
+from tpuport.tracing.session.seen_types import seen_in
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
@@ -90,6 +91,7 @@ class Tracer:
     placement: Placement = NOWHERE
     casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
+    takes_gradients: bool = False  # whether torch's autograd sees the program as a node
     target: str | None = None  # the platform it is for, if that is not the placement's
     blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
 
@@ -124,9 +126,10 @@ class Tracer:
         refused: PortError | None = None
         outside = self.outside(request.method)
         changed: list[str] = []
+        last: RestartTrace | None = None
         for _ in range(_MAX_ATTEMPTS):
             try:
-                with outside.left_alone() as run:
+                with outside.left_alone() as run, seen_in(outside.code.types.values()):
                     outcome = self._attempt(request)
                 if not run.changed:
                     outcome.trace.recorder.guards.python = run.before
@@ -136,6 +139,7 @@ class Tracer:
                     outside.refuse(run.changed)
                 changed = run.changed
             except RestartTrace as restart:
+                last = restart
                 self._learn(restart)
             except PortError as error:
                 refused = refused or self._placed(error, request.method)
@@ -150,11 +154,7 @@ class Tracer:
                 refused = refused or _needs_number(error)
                 if not self.plan.try_more(request.candidates):
                     raise refused from error
-        msg = (
-            f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
-            f" {sorted(map(str, self.plan.tried))}"
-        )
-        raise PortError(msg, remedy="please report this with the code of the function")
+        raise self._placed(_unsettled(request.method, last), request.method)
 
     def _placed(self, error: PortError, method: str) -> PortError:
         """Give an error that was found after the method's last line the line of its definition."""
@@ -211,6 +211,7 @@ class Tracer:
             mesh=self.placement.mesh,
             placement=self.placement if self.placement.constrains else None,
             remat=self.remat,
+            takes_gradients=self.takes_gradients,
             patches=self.patches,
             hoist=request.hoist,
         )
@@ -375,6 +376,21 @@ class Tracer:
             outcome.python_changes = python_changes(before, after, module)
             outcome.baked = dict(baked)
         return outcome
+
+
+def _unsettled(method: str, last: RestartTrace | None) -> PortError:
+    """Return the refusal of a function of which each attempt learned something new."""
+    site = None if last is None or last.site is None else last.site
+    place = None if site is None else CodePlace.at(site[0].co_filename, site[1].line)
+    return PortError(
+        f"tracing {method} did not settle after {_MAX_ATTEMPTS} attempts, each of which found"
+        " another line or number that needs a value",
+        file=place and place.file,
+        line=place and place.line,
+        source_line=place and place.source,
+        remedy="choose by torch.where in this function, or split it into modules or functions that"
+        " are converted by themselves; under porting(), leave the class to eager PyTorch: --eager",
+    )
 
 
 _SMALL = 4096

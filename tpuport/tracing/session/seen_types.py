@@ -1,0 +1,65 @@
+"""`type(x)` in user code while a trace runs: what it is in eager PyTorch."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.tensor import TracedTensor
+
+_KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def seen_type(value: Any) -> Any:
+    """Return the type of a value; of a traced tensor or number the one that eager code sees."""
+    if isinstance(value, TracedTensor):
+        return value.__class__
+    if isinstance(value, sym_numbers.SYMBOLIC) and isinstance(value.node, NumberNode):
+        return _KINDS[type(value)]
+    found = type(value)
+    return SeenType if found in (type, _SeenMeta) else found
+
+
+class _SeenMeta(type):
+    """Has `SeenType` stand for Python's `type` wherever code uses that."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not SeenType:
+            return super().__call__(*args, **kwargs)
+        return seen_type(*args) if len(args) == 1 and not kwargs else type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return (
+            isinstance(instance, type) if cls is SeenType else super().__instancecheck__(instance)
+        )
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return (
+            issubclass(subclass, type) if cls is SeenType else super().__subclasscheck__(subclass)
+        )
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (cls is SeenType and other is type)
+
+    def __hash__(cls) -> int:
+        return hash(type) if cls is SeenType else super().__hash__()
+
+
+class SeenType(type, metaclass=_SeenMeta):
+    """Python's `type`, as the code of a trace calls it."""
+
+
+@contextlib.contextmanager
+def seen_in(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Let the code of some namespaces call `seen_type` by the name `type` in the block."""
+    shadowed = [namespace for namespace in namespaces if "type" not in namespace]
+    for namespace in shadowed:
+        namespace["type"] = SeenType
+    try:
+        yield
+    finally:
+        for namespace in shadowed:
+            namespace.pop("type", None)
