@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import pytest
 import torch
 
@@ -151,14 +152,12 @@ def test_gradient_of_the_best() -> None:
     module(x).backward()
     want = [p.grad for p in module.parameters()]
     ported = tpuport.convert(module)
-    got = tpuport.to_torch(tpuport_gradients(ported, x))
+    got = tpuport.to_torch(_gradients(ported, x))
     for name, gradient in zip(("scale.weight", "scale.bias"), want, strict=True):
         torch.testing.assert_close(got[name], gradient)
 
 
-def tpuport_gradients(ported: Any, x: torch.Tensor) -> dict[str, Any]:
-    import jax
-
+def _gradients(ported: Any, x: torch.Tensor) -> dict[str, Any]:
     def loss(params: Any) -> Any:
         return ported.apply(params, ported.buffers, jax.random.key(0), x)[0]
 
