@@ -22,6 +22,14 @@ from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_places
+from tpuport.tracing.control_flow.sized_results import (
+    Bounds,
+    Counts,
+    common_bounds,
+    counted,
+    joined,
+    within,
+)
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
@@ -63,8 +71,9 @@ class _Side:
 
     `program` returns the arrays of the leaves (None for a plain Python number), of the storages
     that it wrote, of the tensors that it rebound by `x.data = y`, and of the counts of random draws
-    that are no plain numbers. `places` says where among the first the array of each leaf is; None
-    stands for the next of `given`, leaves from outside with their arrays before the branch. `links`
+    that are no plain numbers, and the sizes that depend on data. `places` says where among the
+    first the array of each leaf is; None stands for the next of `given`, leaves from outside with
+    their arrays before the branch. `links`
     are storages that it gives, others that they may be one with, and whether it returns when (the
     last arrays).
     """
@@ -85,6 +94,9 @@ class _Side:
     places: list[int | None] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
     links: list[tuple[Storage, Storage, bool]] = field(default_factory=list)
+    # The tensors that it made with a size that depends on data, by id, and the dims of these sizes.
+    counted: list[tuple[int, int]] = field(default_factory=list)
+    bounds: list[Bounds] = field(default_factory=list)
 
     def flatten(self) -> list[Any]:
         """Take the leaves of the result, and return the arrays of those that are new."""
@@ -141,7 +153,7 @@ def merge(
     if snapshot is not None and found is None:
         snapshot.restore()
         _align(sides, snapshot)
-    problem = None if found is not None else _check_sides(sides, site)
+    problem = None if found is not None else _check_sides(sides)
     if problem is not None and explorable:
         found = Unlike(problem)
     if problem is not None and found is None:
@@ -199,14 +211,14 @@ class _Merge:
         """Return the result of the branch, after its writes."""
         a, b = self.sides
         self.trace.branches = True
-        values, after, counts, *tests = jax.lax.cond(test, self._body(a), self._body(b))
+        values, after, counts, sizes, *tests = jax.lax.cond(test, self._body(a), self._body(b))
         self.trace.draws = a.draws if self.same_draws else counts
         count = len(self.written)
         for storage, value in zip(self.written, after[:count], strict=True):
             storage.set(value)
         for tensor, value in zip(self.rebound, after[count:], strict=True):
             rebind(self.trace, tensor, value)
-        leaves = _merged_leaves(self.trace, self.sides, values)
+        leaves = _merged_leaves(self.trace, self.sides, values, sizes)
         for side, taken, inner in zip(self.sides, (test, ~test), tests, strict=True):
             self._link(side, leaves, taken, inner)
         rebuilt = pytree.unflatten(a.spec, leaves)
@@ -233,7 +245,7 @@ class _Merge:
             own = self._own_storage(leaf)
             if leaf is merged or own is None or not isinstance(merged, TracedTensor):
                 continue
-            new, whole = merged._storage, _is_whole(leaf)
+            new, whole = merged._storage, _is_whole(leaf) and merged._extents is None
             tests = [(own, taken if whole else None)]
             tests += [
                 (other, test if whole and known else None)
@@ -260,16 +272,23 @@ class _Merge:
 
     def _body(self, side: _Side) -> Callable[[], Any]:
         metas, before = self.sides[0].metas, [s.held for s in self.written]
+        bounds = self.sides[0].bounds
         bound_before = [t._elem for t in self.rebound]
 
         def body() -> tuple[list[jax.Array], ...]:
-            found, after, traced_counts, tests = side.program()
+            found, after, traced_counts, tests, counted = side.program()
+            known = dict(zip(side.counted, counted, strict=True))
             writes = dict(zip([s.serial for s in side.written], after, strict=False))
             bound = dict(zip(map(id, side.rebound), after[len(side.written) :], strict=True))
             given = iter([_after(self.trace, leaf, held, writes) for leaf, held in side.given])
             leaves = [next(given) if at is None else found[at] for at in side.places]
             parts = zip(side.leaves, leaves, metas, self.wide, strict=True)
             values = [_merged_value(*part) for part in parts]
+            sized = [
+                within(leaf, value, bound, known) if bound else (value, {})
+                for leaf, value, bound in zip(side.leaves, values, bounds, strict=True)
+            ]
+            values, sizes = [value for value, _ in sized], [size for _, size in sized]
             final = [
                 _as_wide(writes.get(s.serial, held), wide=s.serial in self.wide_writes)
                 for s, held in zip(self.written, before, strict=True)
@@ -280,7 +299,7 @@ class _Merge:
             rest = iter(traced_counts)
             counts = [jnp.int32(c) if isinstance(c, int) else next(rest) for c in side.draws]
             ones = [tests if s is side else [jnp.bool_(False)] * len(s.links) for s in self.sides]
-            return values, final, [] if self.same_draws else counts, *ones
+            return values, final, [] if self.same_draws else counts, sizes, *ones
 
         return body
 
@@ -412,7 +431,10 @@ def _traced_side(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | No
         side.draws = trace.draws
         counts = [count for count in side.draws if not isinstance(count, int)]
         traced_counts = [jnp.asarray(count, jnp.int32) for count in counts]
-        return values, after, traced_counts, _inner_links(trace, side, region)
+        sizes = counted(side.leaves)
+        side.counted = [(leaf, dim) for leaf, dim, _ in sizes]
+        links = _inner_links(trace, side, region)
+        return values, after, traced_counts, links, [count for *_, count in sizes]
 
     closed, shape = jax.make_jaxpr(run, return_shape=True)()
     program, treedef = jaxpr_as_fun(closed), jax.tree.structure(shape)
@@ -449,22 +471,17 @@ def leaf_value(leaf: Any) -> jax.Array:
     return value_of(leaf) if isinstance(leaf, torch.Tensor) else sym_numbers.exact_value(leaf)
 
 
-def _check_sides(sides: list[_Side], site: str) -> str | None:
+def _check_sides(sides: list[_Side]) -> str | None:
     """Return in what the two sides differ, and settle the kinds of numbers that they give."""
     a, b = sides
-    for leaf in (*a.leaves, *b.leaves):
-        if isinstance(leaf, TracedTensor) and leaf._extents is not None:
-            raise port_error(
-                "a branch on a traced value gives a tensor whose size depends on data",
-                code="TPU203",
-                place=site,
-                remedy="reduce it to a static size inside the branch",
-            )
+    a.bounds = [{} for _ in a.leaves]
     same = a.spec.key == b.spec.key and len(a.leaves) == len(b.leaves)
     if same:
         for index, (x, y) in enumerate(zip(a.metas, b.metas, strict=True)):
             if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
-                same = same and x.shape == y.shape and x.dtype == y.dtype
+                bounds = common_bounds(a.leaves[index], b.leaves[index])
+                a.bounds[index] = bounds or {}
+                same = same and bounds is not None and x.dtype == y.dtype
             elif isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
                 tensor, kind = (x, y) if isinstance(x, torch.Tensor) else (y, x)
                 same = same and _is_like(tensor, kind)
@@ -521,7 +538,9 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] == theirs[2]
 
 
-def _merged_leaves(trace: Trace, sides: list[_Side], values: list[jax.Array]) -> list[Any]:
+def _merged_leaves(
+    trace: Trace, sides: list[_Side], values: list[jax.Array], sizes: list[Counts]
+) -> list[Any]:
     a, b = sides
     leaves: list[Any] = []
     made: dict[tuple[int, int], Any] = {}
@@ -534,6 +553,7 @@ def _merged_leaves(trace: Trace, sides: list[_Side], values: list[jax.Array]) ->
             if not torch.is_grad_enabled() and min(flows) is not flow:
                 flow = Flow.HIDDEN  # only one side gives what has a gradient
             tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
+            tensor = joined(trace, tensor, one, other, sizes[index])
             leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)

@@ -75,7 +75,10 @@ def _run(trace: Trace | None, func: Any, args: tuple[Any, ...], kwargs: dict[str
 
 
 _SELECTIONS = {"nonzero", "masked_select", "index", "index_put", "masked_scatter", "bincount"}
-_SELECTIONS |= {"_unique2", "unique_consecutive"}
+_SELECTIONS |= {"_unique2", "unique_consecutive", "unique_dim", "nms"}
+# Of these the size of the result depends on data whatever is traced.
+_ALWAYS = {"nonzero", "bincount", "masked_select", "_unique2", "unique_consecutive"}
+_ALWAYS |= {"unique_dim", "nms"}
 
 
 def _alias(trace: Trace, value: Any) -> Any:
@@ -87,7 +90,7 @@ def _alias(trace: Trace, value: Any) -> Any:
 
 def _selects(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether an op selects or counts by traced values."""
-    if func._opname in ("nonzero", "bincount", "masked_select", "_unique2", "unique_consecutive"):
+    if func._opname in _ALWAYS:
         return True
     masks = args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
     return any(traced_mask(m) for m in masks)

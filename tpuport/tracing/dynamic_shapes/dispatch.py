@@ -11,6 +11,7 @@ from tpuport.tracing.dynamic_shapes import (  # noqa: F401 - they register thems
     reductions,
     scattering,
     selection,
+    suppression,
     uniques,
     views,
 )

@@ -13,13 +13,15 @@ from tpuport.tracing.dynamic_shapes.extents import (
     extents_of,
     filled,
     isolated,
-    refuse,
+    natural,
+    node_of,
     strip,
     valid,
     wrap_now,
 )
 from tpuport.tracing.dynamic_shapes.handlers import handles
 from tpuport.tracing.dynamic_shapes.rowwise import rowwise
+from tpuport.tracing.dynamic_shapes.views import at_most
 
 
 def _given(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -31,9 +33,10 @@ def _ordered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the elements of a physical array in order along a dim, and their places."""
     plain = filled(source, 0, [dim])
+    size = bound_of(source, dim)
     order = torch.sort(plain.detach(), dim=dim, descending=descending, stable=True).indices
     column = [-1 if d == dim else 1 for d in range(plain.dim())]
-    padding = ~valid(node, bound_of(source, dim)).reshape(column).expand(plain.shape)
+    padding = ~valid(node, size).reshape(column).expand(plain.shape)
     moved = padding.gather(dim, order).to(torch.int32)
     order = order.gather(dim, torch.sort(moved, dim=dim, stable=True).indices)
     return plain.gather(dim, order), order
@@ -55,20 +58,25 @@ def _sort(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _topk(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, given = args[0], _given(func, args, kwargs)
     extents, dim = extents_of(source), given.get("dim", -1) % max(source.dim(), 1)
-    if dim not in extents:
+    is_traced = isinstance(given["k"], torch.SymInt)
+    if dim not in extents and not is_traced:
         return rowwise(func, args, kwargs) if extents else NotImplemented
-    count, node = given["k"], extents[dim]
-    if not isinstance(count, int):
-        raise refuse(func, " with a number of elements that depends on data")
+    size = bound_of(source, dim)
+    count, node = node_of(given["k"]), extents.get(dim, node_of(size))
     error = RuntimeError("selected index k out of range")
-    if count > bound_of(source, dim):
+    if count.low > size:
         raise error
-    if node.low < count:
-        raise_if(node.value < count, error)
+    if not at_most(count, node):
+        raise_if(node.value < count.value, error)
+    count = natural(count, error)
+    bound = int(min(count.high, size))
     found = _ordered(source, dim, node, descending=bool(given.get("largest", True)))
     left = {d: n for d, n in extents.items() if d != dim}
-    values, order = (attach(one.narrow(dim, 0, count), left) for one in found)
-    return values, order
+    if is_traced:
+        left[dim] = NumberNode(count.value, int, int(count.low), bound, count.expr)
+    values, order = (attach(one.narrow(dim, 0, bound), dict(left)) for one in found)
+    order._bounds = (0, size - 1)
+    return isolated(values), order
 
 
 @handles("flip")

@@ -15,16 +15,17 @@ Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def unique(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Return the distinct elements in order, where each element is among them, and how often."""
     source = args[0]
-    if extents_of(source):
-        raise refuse(func)
     asked = _asked(("sorted", "return_inverse", "return_counts"), args, kwargs)
-    values, order = torch.sort(source.detach().reshape(-1), stable=True)
+    if extents_of(source) and (asked.get("return_counts") or source.dim() > 1):
+        raise refuse(func, ", with counts or of several dims")
+    values, order = torch.sort(_flat(source.detach()), stable=True)
     found, inverse, counts = _runs(values, asked)
     if isinstance(found, TracedTensor) and not source.dtype.is_floating_point:
         found._bounds, found._ascends = source._bounds, True
-    if inverse.numel():
-        inverse = torch.empty_like(inverse).scatter(0, order, inverse).reshape(source.shape)
-        inverse._bounds = (0, max(values.numel() - 1, 0))  # type: ignore[attr-defined]
+    if asked.get("return_inverse") and torch.Tensor.numel(inverse):
+        inverse = _put_back(inverse, order)
+        inverse = inverse if source.dim() == 1 else inverse.reshape(source.shape)
+        inverse._bounds = (0, max(torch.Tensor.numel(values) - 1, 0))  # type: ignore[attr-defined]
     return found, inverse, counts
 
 
@@ -33,10 +34,56 @@ def unique_consecutive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Return the first element of each run of equal ones, the run of each, and their lengths."""
     source = args[0]
     asked = _asked(("return_inverse", "return_counts", "dim"), args, kwargs)
-    if extents_of(source) or asked.get("dim") is not None:
-        raise refuse(func, " along a dim" if asked.get("dim") is not None else "")
+    dim = asked.get("dim")
+    if extents_of(source):
+        raise refuse(func)
+    if dim is not None:
+        rows = source.detach().movedim(dim, 0)
+        found, inverse, counts = _runs(rows, asked)
+        return _moved(found, dim), inverse, counts
     found, inverse, counts = _runs(source.detach().reshape(-1), asked)
     return found, inverse.reshape(source.shape) if inverse.numel() else inverse, counts
+
+
+# Rows are sorted by one column after the other.
+_MOST_COLUMNS = 64
+
+
+@handles("unique_dim")
+def unique_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """Return the distinct slices along a dim in order, where each one is, and how often."""
+    source, dim = args[0], args[1]
+    asked = _asked(("dim", "sorted", "return_inverse", "return_counts"), args, kwargs)
+    if extents_of(source) or not source.numel():
+        raise refuse(func, "" if extents_of(source) else ", without elements")
+    rows = source.detach().movedim(dim, 0)
+    columns = rows.reshape(rows.shape[0], -1)
+    if columns.shape[1] > _MOST_COLUMNS:
+        raise refuse(func, f", of slices with more than {_MOST_COLUMNS} elements")
+    order = torch.sort(columns[:, -1], stable=True).indices
+    for column in reversed(range(columns.shape[1] - 1)):
+        order = order[torch.sort(columns[order, column], stable=True).indices]
+    found, inverse, counts = _runs(rows[order], asked)
+    if asked.get("return_inverse"):
+        inverse = _put_back(inverse, order)
+        inverse._bounds = (0, rows.shape[0] - 1)  # type: ignore[attr-defined]
+    return _moved(found, dim), inverse, counts
+
+
+def _moved(rows: torch.Tensor, dim: int) -> torch.Tensor:
+    """Move the first dim to a place."""
+    order = list(range(1, rows.dim()))
+    order.insert(dim % rows.dim(), 0)
+    return rows.permute(order)
+
+
+def _flat(source: torch.Tensor) -> torch.Tensor:
+    return source if source.dim() == 1 else source.reshape(-1)
+
+
+def _put_back(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Return values to the places that they had before they were taken in an order."""
+    return values[torch.sort(order).indices]
 
 
 def _asked(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -44,13 +91,15 @@ def _asked(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _runs(values: torch.Tensor, asked: dict[str, Any]) -> Found:
-    """Return the first element of each run of a vector, the number of each one's run, and lengths.
+    """Return the first row of each run of equal ones, the number of each one's run, and lengths.
 
     What was not asked for is empty.
     """
     size = values.shape[0]
     first = torch.ones_like(values[:1], dtype=torch.bool)
     starts = torch.cat([first, values[1:] != values[:-1]])
+    if values.dim() > 1:
+        starts = starts.reshape(starts.shape[0], -1).any(1)
     inverse = counts = torch.empty(0, dtype=torch.int64)
     if asked.get("return_inverse"):
         inverse = torch.cumsum(starts, 0) - 1

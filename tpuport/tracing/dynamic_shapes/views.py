@@ -78,13 +78,14 @@ def _clamped(end: Any, size: NumberNode, default: NumberNode) -> NumberNode:
         node = NumberNode(wrapped, int, min(node.low + size.low, 0), max(node.high, size.high - 1))
     if node.low < 0:
         node = node.sym_max(node_of(0))  # type: ignore[attr-defined]
-    decided = _at_most(node, size)
+    decided = at_most(node, size)
     if decided is not None:
         return node if decided else size
     return node.sym_min(size)  # type: ignore[attr-defined]
 
 
-def _at_most(a: NumberNode, b: NumberNode) -> bool | None:
+def at_most(a: NumberNode, b: NumberNode) -> bool | None:
+    """Return whether a number is known to be at most another, None where that is not known."""
     if a.expr == b.expr or a.high <= b.low:
         return True
     if a.low >= b.high:
@@ -120,9 +121,9 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refuse(func, " with a step")
     size = extents.get(dim, node_of(physical))
     low, high = _clamped(start, size, node_of(0)), _clamped(end, size, size)
-    at_most = _at_most(low, high)
+    in_order = at_most(low, high)
     length = high.sub(low)  # type: ignore[attr-defined]
-    if not at_most:
+    if not in_order:
         length = length.sym_max(node_of(0))  # type: ignore[attr-defined]
     return _part(base, dim, low, length)
 
