@@ -260,3 +260,19 @@ def test_first_call_compares_integers_exactly() -> None:
     ported = tpuport.convert(lambda x: (x.double() * 0 + 16777217).long())
     with pytest.raises(ParityError, match="16777216 where eager PyTorch gives 16777217"):
         ported(torch.ones(1))
+
+
+def _put(x: torch.Tensor) -> Any:
+    made = [torch.zeros(3, dtype=torch.int64) for _ in range(4)]
+    made[0].copy_(x)
+    made[1][:] = x
+    made[2][1:] = x[1:]
+    made[3].fill_(x[0])
+    return *made, torch.zeros(3, dtype=torch.int64).copy_(x) // 2
+
+
+def test_floats_put_into_int64_tensors_have_64_bits():
+    ported = tpuport.convert(_put)
+    for x in (torch.tensor([1.5, -2.0, 3.0]), torch.tensor([3e9, -4e9, 1e20])):
+        for got, want in zip(ported(x), _put(x), strict=True):
+            assert torch.equal(tpuport.to_torch(got), want), (got, want)

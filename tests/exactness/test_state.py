@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
+import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import (
     Scenario,
@@ -25,6 +26,8 @@ from tests.exactness.scenario import (
     check_gradients,
     normal,
 )
+from tpuport.foundation.errors import PortError, UsageError
+from tpuport.training import make_train_step
 
 FROZEN_STATISTICS = "running statistics are computed and dropped"
 
@@ -367,3 +370,66 @@ def test_gradients_and_buffers(scenario):
 def test_calls_and_buffers_under_plain_torchax(scenario):
     check_calls(scenario, PlainTorchax)
     check_gradients(scenario, PlainTorchax)
+
+
+class Views(nn.Module):
+    """Two names for one memory; the call writes to one of them, or to neither.
+
+    Args:
+        take: makes the second of the first.
+        registered: whether the second one is a buffer.
+        writes: which of them is written to.
+    """
+
+    def __init__(self, take: Any, writes: str, *, registered: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("whole", torch.arange(6.0).reshape(2, 3))
+        self.writes = writes
+        self.mean = nn.BatchNorm1d(3)
+        self.listed = [take(self.whole)]
+        if registered:
+            self.register_buffer("part", self.listed.pop())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = self.listed[0] if self.listed else self.part
+        if self.writes:
+            (self.whole if self.writes == "whole" else part).add_(x.sum())
+        return self.mean(x) + self.whole.sum() + 2 * part.sum()
+
+
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("writes", ["whole", "part"])
+@pytest.mark.parametrize("take", [lambda t: t[1], lambda t: t.view(6), lambda t: t[:, ::2]])
+def test_a_write_to_views_of_one_memory_is_refused(take: Any, writes: str, registered: bool):
+    ported = tpuport.convert(Views(take, writes, registered=registered), verify=False)
+    with pytest.raises(PortError, match=r"views of the same memory") as caught:
+        ported(torch.ones(2, 3))
+    assert caught.value.file == __file__
+
+
+def test_views_of_one_memory_are_read_and_parts_of_one_are_written():
+    shared = Scenario("read", lambda: Views(lambda t: t[1], ""), _batches(2, 3), grads=False)
+    check_calls(shared, by_tpuport)
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            both = torch.zeros(2, 3)
+            self.register_buffer("left", both[:, :2])
+            self.register_buffer("right", both[:, 2:])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.left.add_(x.mean())
+            self.right.mul_(2).add_(x.sum())
+            return x * self.left.sum() + self.right.sum()
+
+    check_calls(Scenario("apart", Apart, _batches(2, 3)), by_tpuport)
+
+
+def test_parameters_that_share_memory_are_not_trained():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight.data = model[0].weight.data
+    with pytest.raises(UsageError, match=r"'0.weight' and '1.weight' share memory"):
+        make_train_step(tpuport.convert(model), lambda model, x: model(x).mean(), "sgd")
+    model[1].weight = model[0].weight
+    make_train_step(tpuport.convert(model), lambda model, x: model(x).mean(), "sgd")

@@ -261,3 +261,17 @@ def test_a_mask_as_a_factor_keeps_nan_and_the_sign_of_zero(function: Any):
     got, want = tpuport.convert(function, verify=False)(x).torch(), function(x)
     assert torch.equal(got.isnan(), want.isnan())
     assert torch.equal(1 / got.nan_to_num(3.0), 1 / want.nan_to_num(3.0))
+
+
+def _filled(v: torch.Tensor, m: torch.Tensor) -> Any:
+    v, w = v.clone(), v * 1
+    v[m] = v[0]
+    w[m] = w[1:2]
+    return v, w
+
+
+def test_a_mask_is_filled_with_an_element_of_its_own_tensor():
+    v, m = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([True, False, True])
+    scenario = Scenario("filled", lambda: _filled, ((v, m), (v.flip(0), ~m)))
+    check_calls(scenario, by_tpuport)
+    check_gradients(scenario, by_tpuport)

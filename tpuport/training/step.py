@@ -27,7 +27,7 @@ from tpuport.training.input.sources import HostShard
 from tpuport.training.optimizer_state import as_optimizer, optimizer_state
 from tpuport.training.state import TrainState, ema_of
 from tpuport.training.step_function import CHECK, Batch, Metrics, Training, known_values, train
-from tpuport.training.trainable import trained_names
+from tpuport.training.trainable import refuse_shared_memory, trained_names
 
 # Prefix of the method names under which loss functions are added to the model.
 LOSS = "training_loss"
@@ -338,6 +338,7 @@ def make_train_step(
         raise UsageError(
             f"{ported.report.model} has no parameter with requires_grad=True: nothing to train"
         )
+    refuse_shared_memory(ported)
     chosen = as_optimizer(optimizer)
     if chosen is None:
         raise UsageError("optimizer is None: expected one of optax's or the name of one")

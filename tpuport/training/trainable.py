@@ -6,6 +6,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import name_patterns
 from tpuport.model.ported_model import PortedModel
 from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.state.overlaps import overlapping
 
 
 def trained_names(ported: PortedModel, trainable: str | Sequence[str] | None) -> frozenset[str]:
@@ -33,3 +34,19 @@ def trained_names(ported: PortedModel, trainable: str | Sequence[str] | None) ->
         if any(hits):
             chosen.add(name)
     return frozenset(chosen)
+
+
+def refuse_shared_memory(ported: PortedModel) -> None:
+    """Refuse parameters that are views of one memory: an update of one would miss the others.
+
+    Raises:
+        UsageError: there are two of them.
+    """
+    every = dict(ported._module.named_parameters())
+    trained = {name for one in ported.params for name in stacked_params.members_of(one) or [one]}
+    for a, b in overlapping(every):
+        if trained & {a, b}:
+            raise UsageError(
+                f"the parameters {a!r} and {b!r} share memory and are two parameters. What to do:"
+                " tie them by assigning the parameter itself (a.weight = b.weight), not its .data"
+            )

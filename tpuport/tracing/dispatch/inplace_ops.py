@@ -31,7 +31,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     else:
         _check_write(func, info, args, kwargs)
     operands = flat(args, kwargs)
-    _refuse_targets(func, targets, operands, is_out=is_out)
+    _refuse_targets(func, args, targets, operands, is_out=is_out)
     if func in RENAMED:
         positional = [a for a in func._schema.arguments if not a.kwarg_only]
         args = (*args, *(a.default_value for a in positional[len(args) :]))
@@ -49,12 +49,15 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _refuse_targets(func: Any, targets: list[Any], operands: list[Any], *, is_out: bool) -> None:
+def _refuse_targets(
+    func: Any, args: tuple[Any, ...], targets: list[Any], operands: list[Any], *, is_out: bool
+) -> None:
     """Refuse what eager refuses to write to."""
     for target in targets:
         if isinstance(target, torch.Tensor):
             _refuse_overlap(func, target)
-            _refuse_shared(func, target, operands, is_out=is_out)
+            if not _is_fill(func, args):
+                _refuse_shared(func, target, operands, is_out=is_out)
     written = [target for target in flat(tuple(targets), {}) if isinstance(target, TracedTensor)]
     if is_out and flow_of([*written, *operands]) is Flow.SEEN:
         raise RuntimeError(
@@ -143,6 +146,15 @@ _SHARED = (
     "unsupported operation: some elements of the input tensor and the written-to tensor refer to a"
     " single memory location. Please clone() the tensor before performing the operation."
 )
+
+
+def _is_fill(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether eager fills a mask with one number, which it reads first: `x[m] = x[0]`."""
+    if func._opname not in ("index_put_", "_index_put_impl_") or (len(args) > 3 and args[3]):
+        return False
+    masks = [index for index in args[1] if index is not None]
+    is_one = torch.Tensor.numel(args[2]) == 1
+    return is_one and all(meta_of(m).dtype in (torch.bool, torch.uint8) for m in masks)
 
 
 def _check_apart(target: TracedTensor, operand: TracedTensor, *, may_be_one: bool) -> None:

@@ -23,7 +23,7 @@ _WIDENING = {"add", "sub", "rsub", "mul", "neg", "abs", "pow", "square", "addcmu
 _WIDENING |= {"bitwise_left_shift", "__lshift__", "floor_divide", "div", "sum", "nansum"}
 _WIDENING |= {"cumsum", "prod", "cumprod", "trace", "dot", "vdot", "mv", "mm", "bmm", "addmm"}
 _WIDENING |= {"addmv", "addbmm", "baddbmm", "addr", "scatter_add", "index_add", "scatter_reduce"}
-_WIDENING |= {"index_put", "_unsafe_index_put", "index_reduce", "_to_copy"}
+_WIDENING |= {"index_put", "_unsafe_index_put", "index_reduce", "_to_copy", "copy", "fill"}
 # Operations beside the elementwise ones that take operands of 64 bits.
 _TAKES = _WIDENING | {"max", "min", "amax", "amin", "aminmax", "argmax", "argmin", "any", "all"}
 _TAKES |= {"sort", "argsort", "topk", "cummax", "cummin", "gather", "index_select", "index"}
@@ -246,6 +246,8 @@ def span_of(
     if name in ("index_put", "_unsafe_index_put"):
         accumulate = argument_of(func, "accumulate", args, kwargs)
         return None if accumulate else _union(first, spans[2])
+    if name in ("copy", "fill"):
+        return spans[1]
     if name in ("max", "min") and len(spans) > 1 and isinstance(args[1], torch.Tensor):
         return _union(first, spans[1])
     if name in _SAME:

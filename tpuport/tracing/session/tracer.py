@@ -51,6 +51,7 @@ from tpuport.tracing.session.program_io import (
     traced_arguments,
 )
 from tpuport.tracing.session.seen_types import seen_in
+from tpuport.tracing.state import overlaps
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
@@ -249,7 +250,7 @@ class Tracer:
     def _run(self, trace: Trace, request: TraceRequest) -> TraceResult:
         if request.checks:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
-        module, call, baked = self._callable(trace, request)
+        module, call, baked, check = self._callable(trace, request)
         values = request.values
         tree = state_tree(module, objects=True) if module is not None else None
         named, memory = ({}, {}) if tree is None else (tree.modules, memory_of(tree))
@@ -288,6 +289,7 @@ class Tracer:
             outputs += put
         outcome.out_aliases = output_aliases(outcome, outputs, made, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
+        check(outcome.changed)
         for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
             if version(tensor) != known or (
                 isinstance(tensor, torch.Tensor)
@@ -302,14 +304,14 @@ class Tracer:
 
     def _callable(
         self, trace: Trace, request: TraceRequest
-    ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor]]:
-        """Return the traced copy of the module, the bound method, and the state that stays
-        concrete.
+    ) -> tuple[torch.nn.Module | None, Callable[..., Any], dict[str, torch.Tensor], Any]:
+        """Return the traced copy of the module, the bound method, the state that stays concrete,
+        and a check of the names that the call changed.
         """
         values, known, method = request.values, request.known, request.method
         if self.master is None:
             assert self.function is not None
-            return None, self.function, {}
+            return None, self.function, {}, lambda changed: None
         tree = state_tree(self.master, self.plan.numbers)
         by_id = {
             id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)
@@ -337,7 +339,8 @@ class Tracer:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
-        return module, self.method(module, method), baked
+        check = overlaps.link(trace, tree.leaves, traced)
+        return module, self.method(module, method), baked, check
 
     def _outcome(
         self,
