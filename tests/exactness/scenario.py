@@ -73,7 +73,7 @@ def expect_torchax_wrong(reason: str) -> Any:
 
 def built(scenario: Scenario) -> Any:
     """The scenario's module, always with the same weights."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     made = scenario.build()
     return made.train(scenario.train) if isinstance(made, nn.Module) else made
 
