@@ -24,6 +24,7 @@ def convert(
     checks: bool = True,
     matmul_precision: str | None = "highest",
     blocks: str = "auto",
+    fallback: str | None = None,
 ) -> PortedModel:
     """Port a PyTorch module or function to a jitted JAX program, checked against eager PyTorch.
 
@@ -52,6 +53,9 @@ def convert(
         blocks: how repeated blocks are traced. "auto" traces one for all that are like it, and on
             TPU runs them as a loop if no weights are copied for that (`tpuport.stack_blocks`);
             "scan" always makes the loop; "once" never does; "unroll" traces each block.
+        fallback: "host" lets a function that the target calls, and that cannot be traced, run on
+            the host in eager PyTorch, as a callback of the program, gradients included. The report
+            names each with what it cost. None (the default) refuses such code.
 
     Returns:
         The ported model. The target itself, its class and all global state are as before.
@@ -65,7 +69,9 @@ def convert(
     """
     target = _unwrapped(target)
     names, functions = _named(methods)
-    options = ConvertOptions(names, functions, verify, rtol, checks, matmul_precision, blocks)
+    options = ConvertOptions(
+        names, functions, verify, rtol, checks, matmul_precision, blocks, fallback
+    )
     _check_target(target, names, functions)
     ported = PortedModel(target, options)
     if args is not None or kwargs is not None:

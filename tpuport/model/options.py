@@ -24,6 +24,7 @@ class ConvertOptions:
     checks: bool = True
     matmul_precision: str | None = "highest"
     blocks: str = "auto"
+    fallback: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse an unknown way to trace blocks or to verify."""
@@ -33,3 +34,5 @@ class ConvertOptions:
         if self.blocks not in BLOCKS:
             choices = ", ".join(map(repr, BLOCKS))
             raise UsageError(f"blocks is one of {choices}; got {self.blocks!r}")
+        if self.fallback not in (None, "host"):
+            raise UsageError(f"fallback is None or 'host'; got {self.fallback!r}")

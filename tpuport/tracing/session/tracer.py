@@ -42,6 +42,7 @@ from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
+from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
@@ -92,6 +93,8 @@ class Tracer:
     remat: Callable[[str], str | None] = no_policy
     target: str | None = None  # the platform it is for, if that is not the placement's
     blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
+    # What runs on the host, if the user asked for that: see `tpuport.convert`.
+    fallback: Fallback | None = None
 
     @property
     def rolls(self) -> bool:
@@ -124,6 +127,8 @@ class Tracer:
         refused: PortError | None = None
         outside = self.outside(request.method)
         changed: list[str] = []
+        if self.fallback is not None:
+            self.fallback.observe(self, request)
         for _ in range(_MAX_ATTEMPTS):
             try:
                 with outside.left_alone() as run:
@@ -139,22 +144,40 @@ class Tracer:
                 self._learn(restart)
             except PortError as error:
                 refused = refused or self._placed(error, request.method)
+                if self._falls_back(error, request):
+                    refused = None
+                    continue
                 needs = error.code in _NEEDS_VALUE
                 if not (needs and self.plan.try_more(request.candidates)):
-                    raise refused from None
+                    raise self._explained(refused) from None
             except (RuntimeError, TypeError, ValueError, IndexError) as error:
                 if not self.dynamic or isinstance(error, UsageError):
                     raise
                 # The code is right in eager mode: a traced number or size was used where Python
                 # needs its value, such as in an index or a dict key.
                 refused = refused or _needs_number(error)
+                if self._falls_back(error, request):
+                    refused = None
+                    continue
                 if not self.plan.try_more(request.candidates):
-                    raise refused from error
+                    raise self._explained(refused) from error
         msg = (
             f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
             f" {sorted(map(str, self.plan.tried))}"
         )
         raise PortError(msg, remedy="please report this with the code of the function")
+
+    def _falls_back(self, error: BaseException, request: TraceRequest) -> bool:
+        """Return whether another function runs on the host from now on, so that a new trace may
+        succeed.
+        """
+        if self.fallback is None or not self.fallback.choose(self, error, request):
+            return False
+        self.plan.host_state = False
+        return True
+
+    def _explained(self, refused: PortError) -> PortError:
+        return refused if self.fallback is None else self.fallback.explain(refused)
 
     def _placed(self, error: PortError, method: str) -> PortError:
         """Give an error that was found after the method's last line the line of its definition."""
@@ -227,6 +250,7 @@ class Tracer:
             eager_compiled(),
             no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
+            nothing if self.fallback is None else self.fallback.swapped(),
             installed(self.patches),
             active(trace),
             torch.inference_mode() if inference else nothing,
@@ -260,7 +284,8 @@ class Tracer:
         trace.note_made([*baked.values(), *made])
         before = [version(m) for m in made]
         trace.first_serial = next(SERIALS)
-        if module is not None and tree is not None and self.blocks != "unroll":
+        falls_back = self.fallback is not None and self.fallback.hosts
+        if module is not None and tree is not None and self.blocks != "unroll" and not falls_back:
             trace.blocks = BlockCalls(trace, module)
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
