@@ -73,9 +73,7 @@ class Fallback:
         refused.remedy = f"{refused.remedy} (fallback='host' does not help here: {why})"
         return refused
 
-    def _innermost(
-        self, tracer: "Tracer", error: BaseException, method: str
-    ) -> list[FunctionType]:
+    def _innermost(self, tracer: "Tracer", error: BaseException, method: str) -> list[FunctionType]:
         root = tracer.functions.get(method) or tracer.function or getattr(tracer.master, method)
         own = getattr(inspect.unwrap(root), "__code__", None)
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):

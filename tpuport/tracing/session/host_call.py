@@ -27,7 +27,6 @@ from tpuport.foundation.pytree.clone import Cloner
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.reports.records import HostPart
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of
@@ -77,7 +76,7 @@ class _Run:
         cloner = Cloner(lambda tensor: tensors.get(id(tensor), tensor))
         function, args, kwargs = cloner.clone(template)
         self.made = {id(value) for value in cloner.memo.values()}
-        self.constants = [t for t in _tensors_below([function, args, kwargs], tensors.values())]
+        self.constants = _tensors_below([function, args, kwargs], tensors.values())
         before = [_content(t) for t in (*self.inputs, *self.constants)]
         state = Snapshot([function, args, kwargs])
         with _NoDraws(host):
@@ -149,7 +148,8 @@ class HostFunction:
 
     def __post_init__(self) -> None:
         """Keep the function's own code, and make the code that takes its place."""
-        function, code = self.function, self.function.__code__
+        function: Any = self.function
+        code = function.__code__
         self.plain = FunctionType(
             code,
             function.__globals__,
@@ -379,7 +379,7 @@ class _HostCall:
             for value, meta, is_param, needs, holder in zip(
                 *(values, self.metas, self.params, self.needs, self.holders.values()), strict=True
             ):
-                tensor = backend.to_torch(np.array(value), meta.dtype)
+                tensor = backend.to_torch(value, meta.dtype)
                 whole = torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype)
                 tensor = whole.copy_(tensor)
                 tensors[id(holder)] = (
@@ -422,7 +422,7 @@ class _HostCall:
             run = self._run(values, grad=True)
             wanted = [t for t, needs in zip(run.inputs, self.needs, strict=True) if needs]
             pairs = [
-                (leaf, backend.to_torch(np.array(c), leaf.dtype))
+                (leaf, backend.to_torch(c, leaf.dtype))
                 for leaf, c in zip(run.leaves, cotangents, strict=True)
                 if leaf.requires_grad and leaf.grad_fn is not None
             ]

@@ -142,39 +142,37 @@ class Tracer:
                 changed = run.changed
             except RestartTrace as restart:
                 self._learn(restart)
-            except PortError as error:
-                refused = refused or self._placed(error, request.method)
-                if self._falls_back(error, request):
-                    refused = None
-                    continue
-                needs = error.code in _NEEDS_VALUE
-                if not (needs and self.plan.try_more(request.candidates)):
-                    raise self._explained(refused) from None
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                if not self.dynamic or isinstance(error, UsageError):
-                    raise
-                # The code is right in eager mode: a traced number or size was used where Python
-                # needs its value, such as in an index or a dict key.
-                refused = refused or _needs_number(error)
-                if self._falls_back(error, request):
-                    refused = None
-                    continue
-                if not self.plan.try_more(request.candidates):
-                    raise self._explained(refused) from error
+            except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
+                refused = self._refused(error, refused, request)
         msg = (
             f"tracing {request.method} did not settle after {_MAX_ATTEMPTS} attempts; lines tried:"
             f" {sorted(map(str, self.plan.tried))}"
         )
         raise PortError(msg, remedy="please report this with the code of the function")
 
-    def _falls_back(self, error: BaseException, request: TraceRequest) -> bool:
-        """Return whether another function runs on the host from now on, so that a new trace may
-        succeed.
+    def _refused(
+        self, error: Exception, earlier: PortError | None, request: TraceRequest
+    ) -> PortError | None:
+        """Prepare another attempt after an error, or raise the first one if none is left.
+
+        Returns:
+            What to raise if that attempt fails, too; None if it is not like this one.
         """
-        if self.fallback is None or not self.fallback.choose(self, error, request):
-            return False
-        self.plan.host_state = False
-        return True
+        if isinstance(error, PortError):
+            needs, found = error.code in _NEEDS_VALUE, self._placed(error, request.method)
+        elif not self.dynamic or isinstance(error, UsageError):
+            raise error
+        else:
+            # The code is right in eager mode: a traced number or size was used where Python
+            # needs its value, such as in an index or a dict key.
+            needs, found = True, _needs_number(error)
+        if self.fallback is not None and self.fallback.choose(self, error, request):
+            self.plan.host_state = False
+            return None
+        found = earlier or found
+        if needs and self.plan.try_more(request.candidates):
+            return found
+        raise self._explained(found) from (None if isinstance(error, PortError) else error)
 
     def _explained(self, refused: PortError) -> PortError:
         return refused if self.fallback is None else self.fallback.explain(refused)
