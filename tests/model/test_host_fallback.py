@@ -137,6 +137,9 @@ class Net(nn.Module):
     def numpy_noise(self, x: torch.Tensor) -> torch.Tensor:
         return numpy_noise(x)
 
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return hidden(x)
+
     def view(self, x: torch.Tensor) -> torch.Tensor:
         return rows(x)
 
@@ -145,6 +148,11 @@ def _batch(seed: int, shift: float = 0.0) -> torch.Tensor:
     return torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) + shift
 
 
+def hidden(x: torch.Tensor) -> torch.Tensor:
+    return x * float(np.min(_numpy(x))) * _GLOBAL[0].scale
+
+
+_GLOBAL: list[Any] = []
 RUN = {
     "block": "Block.forward",
     "sorted": "sorted_times",
@@ -192,11 +200,14 @@ def test_values_state_and_gradients_are_those_of_eager(kind: str) -> None:
         ("noise", "draws random numbers"),
         ("numpy_noise", "draws random numbers from numpy's"),
         ("view", "returns a view"),
+        ("hidden", "reads state of the model"),
     ],
 )
 def test_what_a_callback_would_lose_is_refused_at_its_line(kind: str, why: str) -> None:
+    model = Net(kind)
+    _GLOBAL[:] = [model]
     with pytest.raises(tpuport.PortError, match=why) as caught:
-        tpuport.convert(Net(kind), fallback="host")(_batch(0))
+        tpuport.convert(model, fallback="host")(_batch(0))
     assert caught.value.file == __file__
 
 

@@ -58,7 +58,7 @@ class Fallback:
                 part = HostPart(
                     function.__qualname__, code.co_filename, code.co_firstlineno, reason=what
                 )
-                self.hosts[function] = HostFunction(function, part)
+                self.hosts[function] = HostFunction(function, part, _memory_of(tracer.master))
             self._tried.update(found)
             try:
                 self.observe(tracer, request)
@@ -124,6 +124,13 @@ class Fallback:
             for host in self.hosts.values():
                 stack.enter_context(host.observing())
             function(*args, **kwargs)
+
+
+def _memory_of(master: torch.nn.Module | None) -> frozenset[int]:
+    """Return the storages of a module's state."""
+    leaves = [] if master is None else state_tree(master).leaves.values()
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return frozenset(tensor.untyped_storage()._cdata for tensor in tensors)
 
 
 def _argument(request: TraceRequest, index: int) -> Any:

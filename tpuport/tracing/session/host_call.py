@@ -30,7 +30,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.tensor import Flow, TracedTensor, differentiable, meta_of
-from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
+from tpuport.tracing.core.values import flow_of, tensors_in, value_of, wrap_as, write
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
 
@@ -79,7 +79,7 @@ class _Run:
         self.constants = _tensors_below([function, args, kwargs], tensors.values())
         before = [_content(t) for t in (*self.inputs, *self.constants)]
         state = Snapshot([function, args, kwargs])
-        with _NoDraws(host):
+        with _Watched(host):
             self.result = function(*args, **kwargs)
         if any(change is not None for change in state.changes()):
             raise host.refusal("changes attributes or containers")
@@ -117,8 +117,8 @@ class _Run:
         return _Outcome(self.spec, metas, self.given, self.written, seen)
 
 
-class _NoDraws(TorchDispatchMode):
-    """The refusal of random numbers: a program would not draw those that eager PyTorch does."""
+class _Watched(TorchDispatchMode):
+    """The refusal of random numbers, which a program draws otherwise, and of hidden inputs."""
 
     def __init__(self, host: "HostFunction") -> None:
         super().__init__()
@@ -129,6 +129,9 @@ class _NoDraws(TorchDispatchMode):
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self._host.refusal(f"draws random numbers ({func})")
+        for tensor in tensors_in((*args, *(kwargs or {}).values())):
+            if tensor.untyped_storage()._cdata in self._host.weights:
+                raise self._host.refusal("reads state of the model that it does not get")
         return func(*args, **(kwargs or {}))
 
 
@@ -139,10 +142,12 @@ class HostFunction:
     Attributes:
         function: The function.
         record: What the report says of it.
+        weights: The memory of the user's own module, which has the values of no call.
     """
 
     function: FunctionType
     record: HostPart
+    weights: frozenset[int] = frozenset()
     known: dict[Any, _Outcome] = field(default_factory=dict)
     refused: bool = False
 
