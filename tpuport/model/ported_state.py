@@ -64,6 +64,7 @@ class PortedState:
             rules=live_rules(),
             hooked=hooked_state,
             blocks=options.blocks,
+            passes=options.passes,
             fallback=Fallback() if options.fallback == "host" else None,
         )
         self._state_version = 0

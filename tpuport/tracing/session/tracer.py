@@ -43,6 +43,7 @@ from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
+from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
@@ -95,6 +96,8 @@ class Tracer:
     blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
     # What runs on the host, if the user asked for that: see `tpuport.convert`.
     fallback: Fallback | None = None
+    # Passes over the FX graph of `forward`.
+    passes: tuple[Pass, ...] = ()
 
     @property
     def rolls(self) -> bool:
@@ -331,7 +334,8 @@ class Tracer:
         values, known, method = request.values, request.known, request.method
         if self.master is None:
             assert self.function is not None
-            return None, self.function, {}
+            function = self.function
+            return None, with_passes(function, None, self.passes) if self.passes else function, {}
         tree = state_tree(self.master, self.plan.numbers)
         by_id = {
             id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)
@@ -359,6 +363,8 @@ class Tracer:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
+        if self.passes and method == "forward":
+            return module, with_passes(self.master, module, self.passes), baked
         return module, self.method(module, method), baked
 
     def _outcome(
