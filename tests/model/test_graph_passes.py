@@ -19,6 +19,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.0))
         self.out = nn.Linear(4, 4)
+        self.calls: torch.Tensor
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, scale: float = 2.0) -> dict[str, torch.Tensor]:
