@@ -19,6 +19,7 @@ from tpuport.aot.report import CompileReport
 from tpuport.aot.work import captured_constants, read_traced, read_work
 from tpuport.cost.hlo.parser import HloProgram, read_program
 from tpuport.cost.records import Estimate
+from tpuport.cost.walking import sub_jaxprs
 from tpuport.diagnosis.explain import explaining
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.name_patterns import generalised
@@ -204,7 +205,10 @@ def _reported(
         optimizer=names["optimizer"],
         equations=len(ahead.jaxpr.jaxpr.eqns),
         refused="" if refused is None else refused.message,
-        findings=tuple(_findings(plan, captured, constant_budget, read.work)),
+        findings=(
+            *_host_findings(ahead),
+            *_findings(plan, captured, constant_budget, read.work),
+        ),
         versions=_versions(),
     )
     if report.fits:
@@ -231,6 +235,25 @@ def _read(ahead: Ahead, modules: set[str], placement: OnMesh, kernel_times: bool
     program = read_program(text)
     work, time = read_work(ahead, text, modules, placement, kernel_times=kernel_times)
     return _Read(program, held_at_peak(program, modules), work, time)
+
+
+def _host_findings(ahead: Ahead) -> list[str]:
+    """Return a finding for each function that the program calls on the host."""
+    names = dict.fromkeys(_callbacks_in(ahead.jaxpr.jaxpr))
+    return [
+        f"{name} runs on the host: the program waits for it, and for what moves there and back"
+        for name in names
+    ]
+
+
+def _callbacks_in(jaxpr: Any) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pure_callback":
+            function = eqn.params["callback"].callback_func
+            owner = getattr(function, "__self__", function)
+            yield str(getattr(owner, "name", None) or getattr(function, "__name__", function))
+        for inner in sub_jaxprs(eqn):
+            yield from _callbacks_in(inner)
 
 
 def _findings(

@@ -63,6 +63,16 @@ Eager = Annotated[
         help="Run modules of this class in eager PyTorch. May be repeated.",
     ),
 ]
+Fallback = Annotated[
+    str | None,
+    typer.Option(
+        "--fallback",
+        metavar="host",
+        rich_help_panel=_PORTED,
+        show_default=False,
+        help="host: run functions that cannot be traced on the host, inside the programs.",
+    ),
+]
 Programs = Annotated[
     list[str] | None,
     typer.Option(
@@ -153,6 +163,7 @@ def run(
     no_rewrite: NoRewrite = False,
     absent: Absent = None,
     eager: Eager = None,
+    fallback: Fallback = None,
     program: Programs = None,
     no_verify: NoVerify = False,
     rtol: Rtol = None,
@@ -186,6 +197,7 @@ def run(
             quiet=quiet,
             absent=absent or (),
             eager=eager or (),
+            fallback=fallback,
             methods=program or (),
             verify=not no_verify,
             rtol=rtol,

@@ -35,6 +35,7 @@ def porting(
     verify: bool | str = True,
     rtol: float | None = None,
     port_modules: bool = True,
+    fallback: str | None = None,
     **options: Any,
 ) -> Iterator[PortingSettings]:
     """Make code written for CUDA import, build and run unedited inside the block.
@@ -53,6 +54,8 @@ def porting(
         rtol: Tolerance of that comparison, relative to the largest element.
         port_modules: Whether calls of modules on `"cuda"` become jitted programs. False leaves
             them to eager PyTorch on the CPU, and to your own `tpuport.convert`.
+        fallback: "host" lets functions that cannot be traced run on the host inside the programs
+            that call them, as in `tpuport.convert`.
         **options: Settings of single shims: `autocast_float16="float16"` (or "bfloat16", which
             is the default), `cuda_version="12.4"` (None if left out), and for provided
             packages such as `flash_attn={"version": "2.6.3"}` and
@@ -63,7 +66,7 @@ def porting(
 
     Raises:
         UsageError: a named package was imported before, no shim has an option of that name, or
-            `verify` is none of its choices.
+            `verify` or `fallback` is none of its choices.
     """
     _check_options(options)
     if verify not in _VERIFY:
@@ -73,8 +76,14 @@ def porting(
     own = PortingSettings(
         packages, folders, tuple(absent), tuple(eager), tuple(methods), options=options
     )
+    if fallback not in (None, "host"):
+        raise UsageError(f"porting(fallback=...) is None or 'host'; got {fallback!r}")
     settings = replace(
-        own.inside(_ACTIVE.get()), verify=verify, rtol=rtol, port_modules=port_modules
+        own.inside(_ACTIVE.get()),
+        verify=verify,
+        rtol=rtol,
+        port_modules=port_modules,
+        fallback=fallback,
     )
     with contextlib.ExitStack() as stack:
         token = _ACTIVE.set(settings)

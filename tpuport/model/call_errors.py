@@ -30,7 +30,7 @@ class CallErrors:
         codes = np.asarray(self.code).reshape(-1)
         failed = codes[codes != 0]
         if failed.size:
-            raise self.checks[failed[0] - 1].error.with_traceback(None)
+            raise self.checks[failed[0] - 1].exception
 
     def tree_flatten(self) -> tuple[tuple[jax.Array], tuple[LiftedCheck, ...]]:
         """Return the array and the rest, for jax."""

@@ -1,7 +1,7 @@
 """`tpuport.convert`, which makes a `PortedModel` of a module or function."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop import backend
 from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
+from tpuport.tracing.session.graph_passes import Pass
 
 
 def convert(
@@ -24,6 +25,8 @@ def convert(
     checks: bool = True,
     matmul_precision: str | None = "highest",
     blocks: str = "auto",
+    fallback: str | None = None,
+    passes: Sequence[Pass] = (),
 ) -> PortedModel:
     """Port a PyTorch module or function to a jitted JAX program, checked against eager PyTorch.
 
@@ -52,6 +55,12 @@ def convert(
         blocks: how repeated blocks are traced. "auto" traces one for all that are like it, and on
             TPU runs them as a loop if no weights are copied for that (`tpuport.stack_blocks`);
             "scan" always makes the loop; "once" never does; "unroll" traces each block.
+        fallback: "host" lets a function that the target calls, and that cannot be traced, run on
+            the host in eager PyTorch, as a callback of the program, gradients included. The report
+            names each with what it cost. None (the default) refuses such code.
+        passes: functions of a `torch.fx.GraphModule` that change it or return another, applied in
+            order to the graph of `forward` each time it is traced: `torch.fx.symbolic_trace`'s, or
+            that of a GraphModule or ExportedProgram. The result is compared with the target itself.
 
     Returns:
         The ported model. The target itself, its class and all global state are as before.
@@ -65,7 +74,9 @@ def convert(
     """
     target = _unwrapped(target)
     names, functions = _named(methods)
-    options = ConvertOptions(names, functions, verify, rtol, checks, matmul_precision, blocks)
+    options = ConvertOptions(
+        names, functions, verify, rtol, checks, matmul_precision, blocks, fallback, tuple(passes)
+    )
     _check_target(target, names, functions)
     ported = PortedModel(target, options)
     if args is not None or kwargs is not None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
+from tpuport.tracing.session.graph_passes import Pass
 
 BLOCKS = ("auto", "scan", "once", "unroll")
 VERIFY = (True, False, "first", "sample", "always")
@@ -24,6 +25,8 @@ class ConvertOptions:
     checks: bool = True
     matmul_precision: str | None = "highest"
     blocks: str = "auto"
+    fallback: str | None = None
+    passes: tuple[Pass, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse an unknown way to trace blocks or to verify."""
@@ -33,3 +36,7 @@ class ConvertOptions:
         if self.blocks not in BLOCKS:
             choices = ", ".join(map(repr, BLOCKS))
             raise UsageError(f"blocks is one of {choices}; got {self.blocks!r}")
+        if self.passes and "forward" not in self.methods:
+            raise UsageError("passes change the graph of forward, which methods does not name")
+        if self.fallback not in (None, "host"):
+            raise UsageError(f"fallback is None or 'host'; got {self.fallback!r}")

@@ -28,6 +28,7 @@ from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.sym_numbers import exact_value
 from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
 from tpuport.weights.checkpoint import Checkpoint
@@ -63,6 +64,8 @@ class PortedState:
             rules=live_rules(),
             hooked=hooked_state,
             blocks=options.blocks,
+            passes=options.passes,
+            fallback=Fallback() if options.fallback == "host" else None,
         )
         self._state_version = 0
         self._versions = itertools.count(1)

@@ -310,7 +310,7 @@ def raise_failed(checks: Sequence[LiftedCheck], code: jax.Array | None) -> None:
     """Raise the error of the check with this number, which waits for the device; 0 is none."""
     failed = 0 if code is None or not checks else int(code)
     if failed:
-        raise checks[failed - 1].error.with_traceback(None)
+        raise checks[failed - 1].exception
 
 
 def release(outcome: TraceResult) -> None:

@@ -79,6 +79,7 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
             if item not in report.rewrites:
                 report.add(item)
     _record_branches(report, trace)
+    report.host += [part for part in trace.recorder.hosts if part not in report.host]
     _record_counts(report, trace)
     _record_attention(report, trace)
     _record_blocks(report, trace)

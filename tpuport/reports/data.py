@@ -14,6 +14,7 @@ from tpuport.reports.records import (
     Branch,
     Divergence,
     HoistedConstant,
+    HostPart,
     Parity,
     Record,
     RegisteredOp,
@@ -51,6 +52,7 @@ class ReportData:
     retraces: list[Retrace] = field(default_factory=list)
     attention: list[AttentionCall] = field(default_factory=list)
     blocks: list[RepeatedBlocks] = field(default_factory=list)
+    host: list[HostPart] = field(default_factory=list)
     constants: list[HoistedConstant] = field(default_factory=list)
     timing: Timing = field(default_factory=Timing)
     notes: list[str] = field(default_factory=list)
@@ -114,4 +116,5 @@ LIST_OF: dict[type, str] = {
     AttentionCall: "attention",
     RepeatedBlocks: "blocks",
     HoistedConstant: "constants",
+    HostPart: "host",
 }

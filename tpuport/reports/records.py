@@ -252,6 +252,32 @@ class AttentionCall:
     calls: int
 
 
+@dataclass
+class HostPart:
+    """A function that runs on the host inside the program, because it cannot be traced.
+
+    Attributes:
+        name: Its qualified name.
+        file: The file that defines it.
+        line: Its first line.
+        reason: Why it cannot be traced, and where.
+        calls: How often it ran.
+        backward_calls: How often its gradient was asked for, which runs it again.
+        seconds: The time that this took on the host.
+        bytes: What was moved to the host and back.
+    """
+
+    name: str
+    file: str
+    line: int
+    _: KW_ONLY
+    reason: str
+    calls: int = 0
+    backward_calls: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+
+
 @dataclass(frozen=True)
 class RepeatedBlocks:
     """Blocks of a model that may be alike, and how many programs they are.
@@ -330,6 +356,7 @@ Record = (
     | Branch
     | AttentionCall
     | RepeatedBlocks
+    | HostPart
     | Divergence
 )
 

@@ -74,6 +74,9 @@ def _compilation(report: ReportData) -> Iterator[tuple[str, RenderableType]]:
     if report.blocks:
         items = [(fmt.blocks(b), fmt.blocks_detail(b)) for b in report.blocks]
         yield f"Repeated blocks ({len(items)})", _items(items)
+    if report.host:
+        items = [(fmt.host(h), fmt.host_detail(h)) for h in report.host]
+        yield f"Runs on the host ({len(items)})", _items(items)
     if report.constants:
         largest = sorted(report.constants, key=lambda c: -c.bytes)
         total = fmt.size(sum(c.bytes for c in largest))

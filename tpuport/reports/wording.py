@@ -2,7 +2,14 @@
 
 from tpuport.foundation.reporting.markup import plural
 from tpuport.reports.data import ReportData
-from tpuport.reports.records import KINDS, AttentionCall, Divergence, Parity, RepeatedBlocks
+from tpuport.reports.records import (
+    KINDS,
+    AttentionCall,
+    Divergence,
+    HostPart,
+    Parity,
+    RepeatedBlocks,
+)
 
 
 def number(value: float) -> str:
@@ -180,6 +187,19 @@ def blocks_detail(found: RepeatedBlocks) -> str:
     """Return how many programs the calls of the blocks are."""
     calls = plural(found.programs + found.shared, "call")
     return f"{calls}, {plural(found.programs, 'program')}"
+
+
+def host(part: HostPart) -> str:
+    """Return what a part that runs on the host costs: `Matcher.forward, 3 calls, 0.2 s, 1.0 MB`."""
+    runs = plural(part.calls, "call")
+    if part.backward_calls:
+        runs += f" and {plural(part.backward_calls, 'gradient')}"
+    return f"{part.name}, {runs}, {seconds(part.seconds)}, {size(part.bytes)} moved"
+
+
+def host_detail(part: HostPart) -> str:
+    """Return why a part runs on the host, and its place."""
+    return f"{part.reason} · {place(part.file, part.line)}"
 
 
 def facts(report: ReportData) -> list[str]:

@@ -44,9 +44,14 @@ class LiveModel(PortedModel):
     """
 
     def __init__(
-        self, module: torch.nn.Module, *, verified: bool | str, rtol: float | None
+        self,
+        module: torch.nn.Module,
+        *,
+        verified: bool | str,
+        rtol: float | None,
+        fallback: str | None = None,
     ) -> None:
-        super().__init__(module, ConvertOptions(verify=False))
+        super().__init__(module, ConvertOptions(verify=False, fallback=fallback))
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
         self._mode = None

@@ -107,7 +107,12 @@ def call(
             model = _PROGRAMS.get(module)
             if model is None:
                 captured_outputs.prepare(module)
-                model = LiveModel(module, verified=settings.verify, rtol=settings.rtol)
+                model = LiveModel(
+                    module,
+                    verified=settings.verify,
+                    rtol=settings.rtol,
+                    fallback=settings.fallback,
+                )
                 _PROGRAMS[module] = model
                 settings.report.programs.append(model.report)
             settings.calls.note(module, _DESCENDED)

@@ -21,6 +21,7 @@ class PortingSettings:
         methods: Methods that are programs of their own: `Class.method`, or `module:Class.method`.
         verify: Which calls of each program are compared with eager PyTorch, as `porting` says.
         rtol: Tolerance of that comparison; None for the default of the dtype.
+        fallback: "host" where functions that cannot be traced run on the host, inside programs.
         port_modules: Whether calls of modules on the accelerator become programs.
         options: The options of single shims and provided packages, by name.
         report: The report of what happens in the block.
@@ -35,6 +36,7 @@ class PortingSettings:
     verify: bool | str = True
     rtol: float | None = None
     port_modules: bool = True
+    fallback: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)

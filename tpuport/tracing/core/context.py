@@ -96,6 +96,12 @@ class LiftedCheck:
     site: str
 
     @property
+    def exception(self) -> BaseException:
+        """Return what to raise: of a call on the host, what it raised there."""
+        happened = getattr(self.error, "happened", None) or self.error
+        return happened.with_traceback(None)
+
+    @property
     def _key(self) -> tuple[type, str, str]:
         # The text of a traced number in it cannot be compared, that of the sum can.
         return type(self.error), f"error: {self.error}", self.site
@@ -157,6 +163,7 @@ class Recorder:
         restart: The first restart of the trace, which it may have caught as well.
         block: The block that is traced for its family, and the name of the family.
         text: The line that last made text of a traced value.
+        hosts: What the report says of the functions that run on the host.
     """
 
     counters: "Counters" = field(default_factory=lambda: Counters())
@@ -166,6 +173,7 @@ class Recorder:
     restart: BaseException | None = None
     block: tuple[str, str] | None = None
     text: str | None = None
+    hosts: list[Any] = field(default_factory=list)
 
     def scope_of(self, name: str) -> str:
         """Return the scope that a module's instructions are named after in the compiled program."""

@@ -53,6 +53,8 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         return _decompose(func, args, kwargs)
     tensors = flat(args, kwargs)
     metas = meta_infer.infer(func, args, kwargs)
+    if kwargs.get("device") == _META:
+        return metas  # torch asks so for the sizes of a tangent that is zero
     if not info.is_random:
         dtypes.refuse(func, args, kwargs, tensors)
     if info.is_random:
@@ -90,6 +92,7 @@ def _operands(
     return jax_args, {k: map_tensors(array, v) for k, v in kwargs.items()}
 
 
+_META = torch.device("meta")
 # Ops that read no value of their operand, only its shape and dtype.
 _CREATIONS = {
     f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")

@@ -114,11 +114,11 @@ class _States:
 
 
 @contextlib.contextmanager
-def restored(roots: list[Any]) -> Iterator[None]:
+def restored(roots: list[Any]) -> Iterator[_States]:
     """Restore after the block the host's generators: global ones, and those that `roots` hold."""
     states = _States(roots)
     try:
-        yield
+        yield states
     finally:
         states.restore()
 

@@ -190,6 +190,27 @@ def is_same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape
 
 
+@special(aten._has_same_storage_numel.default)
+def has_same_storage_numel(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether a tangent may have the memory layout of its primal."""
+    sizes = [
+        t._storage.held.size
+        if isinstance(t, TracedTensor)
+        else t.untyped_storage().nbytes() // t.itemsize
+        for t in (a, b)
+    ]
+    return sizes[0] == sizes[1]
+
+
+@special(aten._new_zeros_with_same_feature_meta.default)
+def zeros_with_feature(
+    tangent: torch.Tensor, primal: torch.Tensor, *, self_num_batch_dims: int = 0
+) -> torch.Tensor:
+    """Return zeros of the sizes of a primal, with the batch dims of its tangent."""
+    sizes = (*tangent.shape[:self_num_batch_dims], *primal.shape)
+    return wrap(jnp.zeros(sizes, backend.jax_dtype(tangent.dtype)), tangent.dtype, trace=current())
+
+
 @special(aten.set_.source_Tensor)
 def set_source(target: TracedTensor, source: torch.Tensor) -> torch.Tensor:
     target.set_storage_of(source)

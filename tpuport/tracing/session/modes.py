@@ -3,7 +3,12 @@
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._C._functorch import (
+    is_functorch_wrapped_tensor,
+    is_legacy_batchedtensor,
+    peek_interpreter_stack,
+)
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -108,11 +113,20 @@ def _is_transformed(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> boo
 
     It takes the function apart, and its operations arrive one by one.
     """
-    if peek_interpreter_stack() is None:
+    level = forward_ad._current_level
+    if peek_interpreter_stack() is None and level < 0:
         return False
+    given = tensors_in([*args, *(kwargs or {}).values()])
     return any(
-        is_functorch_wrapped_tensor(t) for t in tensors_in([*args, *(kwargs or {}).values()])
+        is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) or (level >= 0 and _is_dual(t))
+        for t in given
     )
+
+
+def _is_dual(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a tangent, which handlers of functions would drop."""
+    with torch._C.DisableTorchFunction():
+        return forward_ad.unpack_dual(tensor).tangent is not None
 
 
 # Functions that read a tensor's values without an ATen op.
@@ -144,7 +158,9 @@ class FunctionMode(TorchFunctionMode):
         if func in _READS:
             self.trace.note_reads(args[:1])
         result = func(*args, **(kwargs or {}))
-        if kwargs and kwargs.get("requires_grad") is True and type(result) is torch.Tensor:
+        if kwargs and kwargs.get("requires_grad") is True and isinstance(result, TracedTensor):
+            result.requires_grad_()
+        elif kwargs and kwargs.get("requires_grad") is True and type(result) is torch.Tensor:
             # A leaf that is made with a gradient, as torch.zeros can.
             FUNCTIONS[torch.Tensor.requires_grad_](self.trace, func, (result,), {})
         return result

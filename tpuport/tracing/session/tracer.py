@@ -42,6 +42,8 @@ from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
+from tpuport.tracing.session.fallback import Fallback
+from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
@@ -95,6 +97,10 @@ class Tracer:
     takes_gradients: bool = False  # whether torch's autograd sees the program as a node
     target: str | None = None  # the platform it is for, if that is not the placement's
     blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
+    # What runs on the host, if the user asked for that: see `tpuport.convert`.
+    fallback: Fallback | None = None
+    # Passes over the FX graph of `forward`.
+    passes: tuple[Pass, ...] = ()
 
     @property
     def rolls(self) -> bool:
@@ -128,6 +134,8 @@ class Tracer:
         outside = self.outside(request.method)
         changed: list[str] = []
         last: RestartTrace | None = None
+        if self.fallback is not None:
+            self.fallback.observe(self, request)
         for _ in range(_MAX_ATTEMPTS):
             try:
                 with outside.left_alone() as run, seen_in(outside.code.types.values()):
@@ -142,20 +150,36 @@ class Tracer:
             except RestartTrace as restart:
                 last = restart
                 self._learn(restart)
-            except PortError as error:
-                refused = refused or self._placed(error, request.method)
-                needs = error.code in _NEEDS_VALUE
-                if not (needs and self.plan.try_more(request.candidates)):
-                    raise refused from None
-            except (RuntimeError, TypeError, ValueError, IndexError) as error:
-                if not self.dynamic or isinstance(error, UsageError):
-                    raise
-                # The code is right in eager mode: a traced number or size was used where Python
-                # needs its value, such as in an index or a dict key.
-                refused = refused or _needs_number(error)
-                if not self.plan.try_more(request.candidates):
-                    raise refused from error
+            except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
+                refused = self._refused(error, refused, request)
         raise self._placed(_unsettled(request.method, last), request.method)
+
+    def _refused(
+        self, error: Exception, earlier: PortError | None, request: TraceRequest
+    ) -> PortError | None:
+        """Prepare another attempt after an error, or raise the first one if none is left.
+
+        Returns:
+            What to raise if that attempt fails, too; None if it is not like this one.
+        """
+        if isinstance(error, PortError):
+            needs, found = error.code in _NEEDS_VALUE, self._placed(error, request.method)
+        elif not self.dynamic or isinstance(error, UsageError):
+            raise error
+        else:
+            # The code is right in eager mode: a traced number or size was used where Python
+            # needs its value, such as in an index or a dict key.
+            needs, found = True, _needs_number(error)
+        if self.fallback is not None and self.fallback.choose(self, error, request):
+            self.plan.host_state = False
+            return None
+        found = earlier or found
+        if needs and self.plan.try_more(request.candidates):
+            return found
+        raise self._explained(found) from (None if isinstance(error, PortError) else error)
+
+    def _explained(self, refused: PortError) -> PortError:
+        return refused if self.fallback is None else self.fallback.explain(refused)
 
     def _placed(self, error: PortError, method: str) -> PortError:
         """Give an error that was found after the method's last line the line of its definition."""
@@ -229,6 +253,7 @@ class Tracer:
             eager_compiled(),
             no_fused_kernels(),
             live.swapped(list(self.rewrites.values())),
+            nothing if self.fallback is None else self.fallback.swapped(),
             installed(self.patches),
             active(trace),
             torch.inference_mode() if inference else nothing,
@@ -262,7 +287,8 @@ class Tracer:
         trace.note_made([*baked.values(), *made])
         before = [version(m) for m in made]
         trace.first_serial = next(SERIALS)
-        if module is not None and tree is not None and self.blocks != "unroll":
+        falls_back = self.fallback is not None and self.fallback.hosts
+        if module is not None and tree is not None and self.blocks != "unroll" and not falls_back:
             trace.blocks = BlockCalls(trace, module)
         name = type(module).__qualname__ if module is not None else "<function>"
         roots = [module, args, kwargs]
@@ -311,7 +337,12 @@ class Tracer:
         values, known, method = request.values, request.known, request.method
         if self.master is None:
             assert self.function is not None
+<<<<<<< HEAD
             return None, self.function, {}, lambda changed: None
+=======
+            function = self.function
+            return None, with_passes(function, None, self.passes) if self.passes else function, {}
+>>>>>>> fallback
         tree = state_tree(self.master, self.plan.numbers)
         by_id = {
             id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)
@@ -339,8 +370,14 @@ class Tracer:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
+<<<<<<< HEAD
         check = overlaps.link(trace, tree.leaves, traced)
         return module, self.method(module, method), baked, check
+=======
+        if self.passes and method == "forward":
+            return module, with_passes(self.master, module, self.passes), baked
+        return module, self.method(module, method), baked
+>>>>>>> fallback
 
     def _outcome(
         self,
