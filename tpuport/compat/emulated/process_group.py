@@ -75,7 +75,7 @@ def begin(original: Any, backend: Any, world_size: int, rank: int, timeout: Any)
 
     asked = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE", "1"))
     size = replicas.size()
-    if asked != size or rank > 0 and rank != replicas.rank():
+    if asked != size or (rank > 0 and rank != replicas.rank()):
         raise _wrong_number(asked, rank)
     hook = sys.excepthook
     made = {"rank": replicas.rank(), "world_size": size, "timeout": timeout}

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tpuport.compat.emulated.replica_processes import VARIABLE
-from tpuport.foundation.interop.device_mark import is_tagged, mark_of, tag
+from tpuport.foundation.interop.device_mark import mark_of, tag
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import tensors_in

@@ -91,7 +91,7 @@ def local_ordinal() -> int:
 
 
 def global_runtime_device_count() -> int:
-    """Return the number of jax's devices, over which a mesh is laid; that of replicas if several."""
+    """Return the number of jax's devices, for a mesh, or of replicas if several."""
     return jax.device_count() if replicas.size() == 1 else replicas.size()
 
 

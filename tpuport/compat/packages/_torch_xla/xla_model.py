@@ -160,8 +160,8 @@ def xla_rendezvous(payload: bytes = b"", ordinals: Any = None, tag: str | None =
         raise TypeError(f"`payload` must be bytes, not {type(payload)}")
     if ordinals and sorted(ordinals) != list(range(replicas.size())):
         raise UsageError(
-            f"rendezvous {tag!r} names the replicas {ordinals}, and there are {replicas.size()}, all"
-            " of which have to meet. What to do: leave them out"
+            f"rendezvous {tag!r} names the replicas {ordinals}, and there are {replicas.size()},"
+            " which all have to meet. What to do: leave them out"
         )
     device.sync()
     return replicas.exchange("xm.rendezvous", payload)
