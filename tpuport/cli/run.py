@@ -1,5 +1,6 @@
 """`tpuport run`: runs an unmodified PyTorch script on the JAX device."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -146,6 +147,17 @@ FullTraceback = Annotated[
         help="Show tpuport's own lines in tracebacks, too: for reports of bugs.",
     ),
 ]
+Replicas = Annotated[
+    int,
+    typer.Option(
+        "--replicas",
+        min=1,
+        metavar="N",
+        rich_help_panel=_RUN,
+        help="Run the script in N processes on this host: replicas of torch_xla, or of a"
+        " torch.distributed group.",
+    ),
+]
 Quiet = Annotated[
     bool,
     typer.Option(
@@ -171,6 +183,7 @@ def run(
     profile: Profile = None,
     cache_dir: CacheDir = None,
     report: Report = None,
+    replicas: Replicas = 1,
     full_traceback: FullTraceback = False,
     quiet: Quiet = False,
 ) -> None:
@@ -182,6 +195,8 @@ def run(
     the script's own status.
     """
     with errors_as_exit_codes("tpuport run"):
+        if replicas > 1:
+            _start_replicas(replicas)
         from tpuport.compat.runner.run import RunTarget
         from tpuport.compat.runner.run import run as run_program
 
@@ -204,3 +219,11 @@ def run(
             port_modules=not no_port,
         )
     raise typer.Exit(status)
+
+
+def _start_replicas(count: int) -> None:
+    """Run this command in a process for each replica, unless this is one."""
+    from tpuport.compat.emulated.replica_processes import is_replica, run_replicas
+
+    if not is_replica():
+        raise typer.Exit(run_replicas(count, [sys.executable, *sys.orig_argv[1:]]))

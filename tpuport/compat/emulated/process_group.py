@@ -1,7 +1,7 @@
-"""The process group of one process: rank 0 of 1, without a network.
+"""The process group of one process: rank 0 of 1, without a network; or that of the replicas.
 
 PyTorch's own `fake` backend keeps the books (ranks, groups, meshes). It moves no data, so the
-collectives themselves are replaced by `compat/shims/distributed.py`.
+collectives themselves are replaced by `compat/shims/distributed.py`. Among replicas gloo does all.
 """
 
 import contextlib
@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
+from tpuport.compat.emulated import replicas
 from tpuport.tracing.core.errors import port_error
 
 # The backend that the code asked for, by the id of the group; kept as long as the default group.
 _ASKED: dict[int, tuple[Any, str]] = {}
-_STATE: dict[str, Any] = {"contexts": 0, "ours": None, "excepthook": None}
+_STATE: dict[str, Any] = {"contexts": 0, "groups": 0, "ours": None, "excepthook": None}
 
 
 class Done(dist.Work):
@@ -58,7 +59,7 @@ class Done(dist.Work):
 
 
 def begin(original: Any, backend: Any, world_size: int, rank: int, timeout: Any) -> None:
-    """Make the default group, if this process is the only one.
+    """Make the default group of the only process, or of the replicas.
 
     Args:
         original: PyTorch's own `init_process_group`.
@@ -73,18 +74,35 @@ def begin(original: Any, backend: Any, world_size: int, rank: int, timeout: Any)
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  (registers the backend)
 
     asked = world_size if world_size >= 0 else int(os.environ.get("WORLD_SIZE", "1"))
-    if asked != 1 or rank > 0:
-        raise port_error(
+    size = replicas.size()
+    if asked != size or (rank > 0 and rank != replicas.rank()):
+        raise _wrong_number(asked, rank)
+    hook = sys.excepthook
+    made = {"rank": replicas.rank(), "world_size": size, "timeout": timeout}
+    if size == 1:
+        original(backend="fake", store=HashStore(), **made)
+    else:
+        _STATE["groups"] += 1
+        original(backend="gloo", store=replicas.store(f"group{_STATE['groups']}"), **made)
+    sys.excepthook = hook  # PyTorch's own only puts the rank before each line
+    _STATE["ours"] = c10d._get_default_group()
+    note(_STATE["ours"], backend)
+
+
+def _wrong_number(asked: int, rank: int) -> Exception:
+    size = replicas.size()
+    if size == 1:
+        return port_error(
             f"init_process_group asks for {asked} processes; inside tpuport one process drives all"
             " chips of a host, and the compiler spreads the program over them",
             remedy="start one process per host, without torchrun (or with --nproc_per_node=1), and"
             " give the devices by a mesh",
         )
-    hook = sys.excepthook
-    original(backend="fake", store=HashStore(), rank=0, world_size=1, timeout=timeout)
-    sys.excepthook = hook  # PyTorch's own only puts the rank before each line
-    _STATE["ours"] = c10d._get_default_group()
-    note(_STATE["ours"], backend)
+    return port_error(
+        f"init_process_group asks for rank {rank} of {asked} processes, and this is replica"
+        f" {replicas.rank()} of {size}",
+        remedy=f"leave rank and world_size to the environment, or tpuport run --replicas {asked}",
+    )
 
 
 def note(group: Any, backend: Any) -> None:
@@ -105,6 +123,11 @@ def asked_backend(group: Any) -> str | None:
 def is_ours() -> bool:
     """Return whether the default group is the one made here."""
     return _STATE["ours"] is not None and c10d.GroupMember.WORLD is _STATE["ours"]
+
+
+def is_alone() -> bool:
+    """Return whether the default group is the one made here, of one process."""
+    return is_ours() and replicas.size() == 1
 
 
 def forget() -> None:

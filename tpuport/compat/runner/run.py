@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tpuport.compat.emulated import costs
+from tpuport.compat.emulated import costs, replicas
 from tpuport.compat.emulated.settings import PortingSettings
 from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
 from tpuport.compat.porting import porting
@@ -95,6 +95,9 @@ def run(
     Raises:
         UsageError: there is no such program, or an option is wrong.
     """
+    replicas.join()
+    if replicas.rank() > 0:
+        report, profile, quiet = None, None, True
     _check(program, report)
     if rewrite:
         paths = (program.folder, *paths)
@@ -142,6 +145,7 @@ def _execute(program: RunTarget) -> int:
     """Run the program, print what it raises as Python does, and return its exit status."""
     try:
         exec(_main_code(program), vars(sys.modules["__main__"]))
+        replicas.leave()
     except SystemExit as error:
         return _status(error.code)
     except _NoProgramError:
@@ -260,7 +264,8 @@ def _interpreter(program: RunTarget) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(full_traceback: bool) -> Iterator[None]:
-    """Set in the block the variables that `torchrun` sets for the only process of a run.
+    """Set in the block the variables that `torchrun` sets for a process of a run: the only one, or
+    a replica.
 
     See https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. The name of an
     elastic run is unset: torch would look for a store of that name, which nobody serves.
@@ -268,8 +273,9 @@ def _environment(full_traceback: bool) -> Iterator[None]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    rank, size = str(replicas.rank()), str(replicas.size())
     values = {
-        **{"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
+        **{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size},
         **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         **({DEBUG: "1"} if full_traceback else {}),
     }

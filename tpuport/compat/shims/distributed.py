@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from tpuport.compat.emulated import process_group
+from tpuport.compat.emulated import process_group, replicas
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._collectives import COLLECTIVES
 from tpuport.foundation.patching.shim import Replacement, Shim
@@ -69,10 +69,23 @@ def _inside(name: str, ours: Any) -> Any:
             if original is None:
                 raise AttributeError(f"module 'torch.distributed' has no attribute {name!r}")
             return original(*args, **kwargs)
+        if replicas.size() > 1:
+            return _among_replicas(name, original, args, kwargs)
         count(f"torch.distributed.{name}")
         return ours(*args, **kwargs)
 
     return call
+
+
+def _among_replicas(name: str, original: Any, args: Any, kwargs: Any) -> Any:
+    """Call PyTorch's own function, which writes to tensors unseen."""
+    given = (*args, *kwargs.values())
+    replicas.refuse_traced(f"torch.distributed.{name}", given)
+    with replicas.ending_together(f"torch.distributed.{name}"):
+        result = original(*args, **kwargs)
+        if isinstance(result, dist.Work):
+            result.wait()
+    return replicas.written(result, given)
 
 
 def _init_process_group(original: Any) -> Any:
@@ -120,7 +133,8 @@ def _new_group(original: Any) -> Any:
         if active() is None or not process_group.is_ours():
             return original(ranks, timeout, backend, pg_options, *args, **kwargs)
         kwargs.pop("device_id", None)
-        group = original(ranks, timeout, "fake", None, *args, **kwargs)
+        kind = "fake" if replicas.size() == 1 else "gloo"
+        group = original(ranks, timeout, kind, None, *args, **kwargs)
         if backend is not None:
             process_group.note(group, backend)
         return group

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from tpuport.compat.emulated import process_group
+from tpuport.compat.emulated import process_group, replicas
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims import _collectives as plain
 from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.patches._count import count
 
 _NN = "torch.distributed.nn.functional"
@@ -135,6 +136,13 @@ def _inside(original: Any, ours: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         if active() is None or not process_group.is_ours():
             return original(*args, **kwargs)
+        if replicas.size() > 1:
+            raise port_error(
+                f"{original.__module__}.{original.__name__} was called in one of"
+                f" {replicas.size()} replicas, where tpuport does not answer it",
+                remedy=f"call torch.distributed.{original.__name__}, or that of"
+                " torch_xla.core.functions where gradients flow",
+            )
         count(f"{original.__module__}.{original.__name__}")
         return ours(*args, **kwargs)
 

@@ -1,4 +1,7 @@
-"""Wrappers that make a module parallel: in one process, they only hold it."""
+"""Wrappers that make a module parallel: in one process, they only hold it.
+
+Among replicas, `DistributedDataParallel` averages the gradients; the others are refused.
+"""
 
 import contextlib
 import importlib
@@ -6,9 +9,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
+from tpuport.compat.emulated import replicas
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.errors import port_error
@@ -86,6 +91,13 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         c10d._get_default_group()  # raises as PyTorch does when there is none
         held(self, module, *args, **kwargs)
+        if active() is not None and replicas.size() > 1:
+            _join_replicas(self, kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_synced_buffers" in vars(self):
+            _sync_buffers(self)
+        return nn.Module.__call__(self, *args, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self: Any) -> Iterator[None]:
@@ -104,7 +116,47 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
 
     hooks = ("register_comm_hook", "_register_comm_hook", "_set_static_graph")
     names = dict.fromkeys((*hooks, "_register_fused_optim"), nothing)
-    return {**attributes, **names, "__init__": init, "no_sync": no_sync, "train": train}
+    ours = {"__init__": init, "__call__": call, "no_sync": no_sync, "train": train}
+    return {**attributes, **names, **ours}
+
+
+_DDP = "DistributedDataParallel"
+
+
+def _join_replicas(wrapper: Any, kwargs: dict[str, Any]) -> None:
+    """Begin with the state of replica 0, and average the gradients after each backward pass."""
+    if kwargs.get("process_group") not in (None, c10d.GroupMember.WORLD):
+        raise port_error(
+            f"{_DDP}(process_group=...) averages within a part of the replicas, which tpuport does"
+            " not do",
+            remedy="leave it out",
+        )
+    buffers = list(wrapper.module.buffers())
+    replicas.copy_from_first(_DDP, [*wrapper.module.parameters(), *buffers])
+    wrapper._synced_buffers = buffers if kwargs.get("broadcast_buffers", True) else []
+    wrapper._buffers_may_differ, wrapper._average_waits = True, False
+    params = [param for param in wrapper.module.parameters() if param.requires_grad]
+
+    def average() -> None:
+        wrapper._average_waits = False
+        replicas.average_gradients(_DDP, params)
+
+    def ready(param: torch.Tensor) -> None:
+        del param
+        if wrapper.require_backward_grad_sync and not wrapper._average_waits:
+            wrapper._average_waits = True
+            torch.autograd.Variable._execution_engine.queue_callback(average)  # type: ignore[attr-defined]
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(ready)
+
+
+def _sync_buffers(wrapper: Any) -> None:
+    """Take the buffers of replica 0, if a call since the last time may have changed them."""
+    if wrapper._buffers_may_differ and wrapper._synced_buffers:
+        replicas.copy_from_first(f"{_DDP}.forward", wrapper._synced_buffers)
+    syncs = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
+    wrapper._buffers_may_differ = syncs
 
 
 class FullyShard(Shim):
@@ -138,6 +190,12 @@ class FullyShard(Shim):
         def fully_shard(module: Any, **kwargs: Any) -> Any:
             if active() is None:
                 return original(module, **kwargs)
+            if replicas.size() > 1:
+                raise port_error(
+                    f"fully_shard shards over the {replicas.size()} replicas, which tpuport does"
+                    " not do",
+                    remedy="run without --replicas, where tpuport shards over a mesh",
+                )
             for one in module if isinstance(module, (list, tuple)) else [module]:
                 _check_policy(one, kwargs.get("mp_policy"))
                 if not isinstance(one, base):

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tpuport.compat.emulated import process_group
+from tpuport.compat.emulated import process_group, replicas
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.errors import port_error
@@ -41,6 +41,11 @@ def _refused(name: str, original: Any) -> Any:
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
         if active() is None or not process_group.is_ours():
             return original(group, *args, **kwargs)
+        if replicas.size() > 1:
+            given = [*args, *(one for arg in args if isinstance(arg, list) for one in arg)]
+            work = original(group, *args, **kwargs)
+            work.wait()
+            return replicas.written(work, given)
         raise port_error(
             f"{name}() is called on the process group itself, which tpuport does not answer",
             remedy="call the function of torch.distributed with group=, which it does",

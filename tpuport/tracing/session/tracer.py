@@ -337,12 +337,9 @@ class Tracer:
         values, known, method = request.values, request.known, request.method
         if self.master is None:
             assert self.function is not None
-<<<<<<< HEAD
-            return None, self.function, {}, lambda changed: None
-=======
             function = self.function
-            return None, with_passes(function, None, self.passes) if self.passes else function, {}
->>>>>>> fallback
+            run = with_passes(function, None, self.passes) if self.passes else function
+            return None, run, {}, lambda changed: None
         tree = state_tree(self.master, self.plan.numbers)
         by_id = {
             id(leaf): name for name, leaf in tree.leaves.items() if isinstance(leaf, torch.Tensor)
@@ -370,14 +367,10 @@ class Tracer:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
-<<<<<<< HEAD
         check = overlaps.link(trace, tree.leaves, traced)
-        return module, self.method(module, method), baked, check
-=======
         if self.passes and method == "forward":
-            return module, with_passes(self.master, module, self.passes), baked
-        return module, self.method(module, method), baked
->>>>>>> fallback
+            return module, with_passes(self.master, module, self.passes), baked, check
+        return module, self.method(module, method), baked, check
 
     def _outcome(
         self,

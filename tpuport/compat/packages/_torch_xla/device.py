@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tpuport.compat.emulated import replicas
 from tpuport.compat.packages._torch_xla import multiprocessing, runtime
 from tpuport.compat.packages._torch_xla.metrics import traces
 from tpuport.compat.packages._torch_xla.rng import set_rng_state
@@ -113,7 +114,12 @@ def launch(
     start_method: str = "spawn",
     debug_single_process: bool = False,
 ) -> None:
-    """Call `fn(0, *args)` in this process, which has all devices; batches are split over them."""
+    """Call `fn(ordinal, *args)` in this process: see `xmp.spawn`."""
+    if debug_single_process and replicas.size() > 1:
+        raise UsageError(
+            f"torch_xla.launch(debug_single_process=True) in one of {replicas.size()} replicas. What"
+            " to do: run without --replicas"
+        )
     if STATE.is_spmd:
         raise UsageError(
             "torch_xla.launch was called after use_spmd(), where one process has all devices"

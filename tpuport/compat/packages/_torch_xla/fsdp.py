@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tpuport.compat.emulated import replicas
 from tpuport.compat.packages._torch_xla import spmd
 from tpuport.compat.packages._torch_xla.checkpoint import checkpoint
 from tpuport.foundation.errors import UsageError
@@ -211,6 +212,12 @@ class XlaFullyShardedDataParallel(_Wrapper):
     ) -> None:
         del fp32_reduce_scatter, auto_wrap_policy, auto_wrapper_callable
         _check_wrappable(module, XlaFullyShardedDataParallel)
+        if replicas.size() > 1:
+            raise port_error(
+                f"XlaFullyShardedDataParallel shards over the {replicas.size()} replicas, which"
+                " tpuport does not do",
+                remedy="run without --replicas, or average the gradients by xm.optimizer_step",
+            )
         unknown = sorted(options.keys() - _WITHOUT_EFFECT)
         if unknown:
             raise UsageError(f"XlaFullyShardedDataParallel: {unknown[0]!r} is no option of 2.9.0")

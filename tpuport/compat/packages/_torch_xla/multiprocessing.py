@@ -1,4 +1,4 @@
-"""`torch_xla.distributed.xla_multiprocessing`: one process drives all devices."""
+"""`torch_xla.distributed.xla_multiprocessing`: a process is started already for each replica."""
 
 import warnings
 from collections.abc import Callable
@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from tpuport.compat.emulated import replicas
 from tpuport.compat.emulated.programs import PortWarning
 from tpuport.compat.packages._torch_xla.state import STATE
 from tpuport.foundation.errors import UsageError
@@ -19,12 +20,16 @@ def spawn(
     daemon: bool = False,
     start_method: str = "spawn",
 ) -> None:
-    """Call `fn(0, *args)` in this process.
+    """Call `fn(ordinal, *args)` in this process, as each replica of the run does.
 
-    The function is one replica. If the host has several devices, each batch that a device loader
-    gives it is split over them, as for `nprocs` processes with a part of the batch each.
+    If there is one, and the host has several devices, each batch that a device loader gives it is
+    split over them, as for `nprocs` processes with a part of the batch each.
     """
     del join, daemon, start_method
+    if replicas.size() > 1:
+        _check_number(nprocs)
+        fn(replicas.rank(), *args)
+        return
     devices = jax.local_device_count()
     if nprocs not in (None, 1, devices):
         raise UsageError(
@@ -47,6 +52,14 @@ def spawn(
         STATE.splits_batches = before
 
 
+def _check_number(nprocs: int | None) -> None:
+    if nprocs not in (None, replicas.size()):
+        raise UsageError(
+            f"xmp.spawn(nprocs={nprocs}): the run has {replicas.size()} replicas. What to do: leave"
+            f" nprocs out, or start it by tpuport run --replicas {nprocs}"
+        )
+
+
 class MpModelWrapper:
     """A holder of a model that is made before `spawn`, and moved in each process."""
 
@@ -63,5 +76,10 @@ class MpSerialExecutor:
     """A runner of functions that must not run in several processes at once."""
 
     def run(self, fn: Callable[[], Any]) -> Any:
-        """Return the result of a function."""
-        return fn()
+        """Return the result of a function, which one replica after another calls."""
+        result = None
+        for number in range(replicas.size()):
+            if number == replicas.rank():
+                result = fn()
+            replicas.exchange("MpSerialExecutor.run", None)
+        return result

@@ -1,4 +1,4 @@
-"""`torch_xla.runtime`: one process, which is ordinal 0 of a world of 1, and its jax devices."""
+"""`torch_xla.runtime`: the replicas, of which a process is one, and its jax devices."""
 
 import os
 import warnings
@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from tpuport.compat.emulated import accelerator
+from tpuport.compat.emulated import accelerator, replicas
 from tpuport.compat.emulated.programs import PortWarning
 from tpuport.compat.packages._torch_xla.state import STATE, count, set_variable
 from tpuport.foundation.errors import UsageError
@@ -41,18 +41,18 @@ def is_bf16_supported() -> bool:
 
 
 def local_process_count() -> int:
-    """Return 1."""
-    return 1
+    """Return the number of processes, one for each replica."""
+    return replicas.size()
 
 
 def process_count() -> int:
-    """Return 1."""
-    return 1
+    """Return the number of processes, one for each replica."""
+    return replicas.size()
 
 
 def process_index() -> int:
-    """Return 0."""
-    return 0
+    """Return the number of this process."""
+    return replicas.rank()
 
 
 def host_index() -> int:
@@ -61,18 +61,18 @@ def host_index() -> int:
 
 
 def world_size() -> int:
-    """Return the number of replicas, 1: the batch of one is split over the devices."""
-    return 1
+    """Return the number of replicas: 1, or that of `tpuport run --replicas`."""
+    return replicas.size()
 
 
 def global_device_count() -> int:
-    """Return the number of replicas, 1."""
-    return 1
+    """Return the number of replicas, each of which has one device."""
+    return replicas.size()
 
 
 def local_device_count() -> int:
-    """Return the number of replicas on this host, 1."""
-    return 1
+    """Return the number of replicas on this host: all are."""
+    return replicas.size()
 
 
 def addressable_device_count() -> int:
@@ -81,18 +81,18 @@ def addressable_device_count() -> int:
 
 
 def global_ordinal() -> int:
-    """Return 0."""
-    return 0
+    """Return the number of this replica."""
+    return replicas.rank()
 
 
 def local_ordinal() -> int:
-    """Return 0."""
-    return 0
+    """Return the number of this replica on its host."""
+    return replicas.rank()
 
 
 def global_runtime_device_count() -> int:
-    """Return the number of jax's devices, over which a mesh is laid."""
-    return jax.device_count()
+    """Return the number of jax's devices, for a mesh, or of replicas if several."""
+    return jax.device_count() if replicas.size() == 1 else replicas.size()
 
 
 def addressable_runtime_device_count() -> int:
@@ -123,6 +123,11 @@ def _attributes(index: int) -> dict[str, object]:
 def use_spmd(auto: bool = False) -> None:
     """Allow `mark_sharding`; `auto` leaves what is unmarked to the partitioner, as always here."""
     del auto
+    if replicas.size() > 1:
+        raise UsageError(
+            f"use_spmd() was called in one of {replicas.size()} replicas: with it, one process has"
+            " all devices. What to do: run without --replicas"
+        )
     set_variable("XLA_USE_SPMD", "1")
     STATE.is_spmd = True
 

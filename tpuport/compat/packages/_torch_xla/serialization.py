@@ -25,8 +25,9 @@ def _file(path: Any, number: int) -> Path:
 
 
 def save(data: Any, path: Any, master_only: bool = True, global_master: bool = False) -> None:
-    """Save nested data, each tensor of the device in a file of its own."""
-    del master_only, global_master
+    """Save nested data, each tensor of the device in a file of its own, as `xm.save`."""
+    if master_only and not xla_model.is_master_ordinal(local=not global_master):
+        return
     folder = Path(f"{path}.tensors")
     if folder.is_dir():
         shutil.rmtree(folder)

@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from tpuport.compat.emulated import accelerator
+from tpuport.compat.emulated import accelerator, replicas
 from tpuport.compat.packages._torch_xla import device, runtime, utils
 from tpuport.compat.packages._torch_xla.collectives import reduce_gradients
 from tpuport.compat.packages._torch_xla.state import STATE, count
@@ -55,30 +55,30 @@ def is_xla_tensor(tensor: torch.Tensor) -> bool:
 
 
 def get_local_ordinal() -> int:
-    """Return 0."""
-    return 0
+    """Return the number of this replica."""
+    return replicas.rank()
 
 
 def get_ordinal() -> int:
-    """Return 0; before 2.7 its name for `runtime.global_ordinal`."""
-    return 0
+    """Return the number of this replica; before 2.7 its name for `runtime.global_ordinal`."""
+    return replicas.rank()
 
 
 def xrt_world_size() -> int:
-    """Return 1; before 2.7 its name for `runtime.world_size`."""
-    return 1
+    """Return the number of replicas; before 2.7 its name for `runtime.world_size`."""
+    return replicas.size()
 
 
 def is_master_ordinal(local: bool = True) -> bool:
-    """Return True."""
+    """Return whether this is replica 0: all are on one host."""
     del local
-    return True
+    return replicas.rank() == 0
 
 
 def master_print(*args: Any, fd: Any = None, local: bool = False, flush: bool = False) -> None:
-    """Print."""
-    del local
-    print(*args, file=sys.stdout if fd is None else fd, flush=flush)
+    """Print, on the master."""
+    if is_master_ordinal(local):
+        print(*args, file=sys.stdout if fd is None else fd, flush=flush)
 
 
 def unlazy(tensors: Any) -> None:
@@ -112,7 +112,7 @@ def optimizer_step(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Average the gradients over the one replica, step, and end the step if `barrier`."""
+    """Average the gradients over the replicas, step, and end the step if `barrier`."""
     reduce_gradients(optimizer, groups, pin_layout)
     loss = optimizer.step(**(optimizer_args or {}))
     if barrier:
@@ -123,9 +123,9 @@ def optimizer_step(
 def save(
     data: Any, file_or_path: Any, master_only: bool = True, global_master: bool = False
 ) -> None:
-    """Save with the tensors on the CPU."""
-    del master_only, global_master
-    torch.save(_maybe_convert_to_cpu(data), file_or_path)
+    """Save with the tensors on the CPU, on the master alone unless `master_only` is False."""
+    if not master_only or is_master_ordinal(local=not global_master):
+        torch.save(_maybe_convert_to_cpu(data), file_or_path)
 
 
 def _maybe_convert_to_cpu(data: Any, convert: bool = True) -> Any:
@@ -154,33 +154,39 @@ def send_cpu_data_to_device(datas: Any, device: Any, input_sharding: Any = None)
 
 
 def xla_rendezvous(payload: bytes = b"", ordinals: Any = None, tag: str | None = None) -> list[Any]:
-    """Return the payloads of all replicas: the one."""
+    """Return the payloads of all replicas, once each is here."""
     count("xm.rendezvous")
     if not isinstance(payload, bytes):
         raise TypeError(f"`payload` must be bytes, not {type(payload)}")
-    if ordinals and list(ordinals) != [0]:
-        raise UsageError(f"rendezvous {tag!r} names the replicas {ordinals}, and there is one, 0")
-    return [payload]
+    if ordinals and sorted(ordinals) != list(range(replicas.size())):
+        raise UsageError(
+            f"rendezvous {tag!r} names the replicas {ordinals}, and there are {replicas.size()},"
+            " which all have to meet. What to do: leave them out"
+        )
+    device.sync()
+    return replicas.exchange("xm.rendezvous", payload)
 
 
 def rendezvous(tag: str, payload: bytes = b"", replicas: Any = ()) -> list[Any]:
-    """Return the payloads of all replicas: the one."""
+    """Return the payloads of all replicas, once each is here."""
     return xla_rendezvous(payload, replicas or None, tag)
 
 
 def do_on_ordinals(target: Callable[..., Any], data: Any = (), ordinals: Any = (0,)) -> Any:
-    """Call a function with its data on the CPU, if replica 0 is asked."""
+    """Call a function with its data on the CPU on some replicas, and wait for those."""
     wanted = [ordinals] if isinstance(ordinals, int) else list(ordinals)
-    return target(*_maybe_convert_to_cpu(data)) if 0 in wanted else None
+    given = _maybe_convert_to_cpu(data)
+    result = target(*given) if replicas.rank() in wanted else None
+    rendezvous("torch_xla.core.xla_model.do_on_ordinals")
+    return result
 
 
 def mesh_reduce(tag: str, data: Any, reduce_fn: Callable[..., Any]) -> Any:
-    """Reduce a list with the data of all replicas, on the host: a copy of the one's."""
-    del tag
+    """Reduce a list with copies of the data of all replicas, on the host."""
     stream = io.BytesIO()
     torch.save(_maybe_convert_to_cpu(data), stream)
-    stream.seek(0)
-    return reduce_fn([torch.load(stream, weights_only=False)])
+    texts = rendezvous(tag, stream.getvalue())
+    return reduce_fn([torch.load(io.BytesIO(text), weights_only=False) for text in texts])
 
 
 class MemoryInfo(TypedDict):
