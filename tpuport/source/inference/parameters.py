@@ -56,17 +56,28 @@ def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
                 found.setdefault(name, set()).add(attribute)
             case ast.Attribute(value=ast.Subscript(value=ast.Name(id=name)), attr=attribute):
                 found.setdefault(f"{name}[]", set()).add(attribute)
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="F"), attr=function), args=given):
-                two = _TAKES_TWO.match(function) is not None
-                count = 2 if two else 1 if _TAKES_TENSOR.match(function) else 0
-                for argument in given[:count]:
-                    if isinstance(argument, ast.Name):
-                        found.setdefault(argument.id, set()).add(TENSOR_GIVEN)
-            case ast.Call(func=ast.Name(id="isinstance"), args=[ast.Name(id=name), _]):
-                found.setdefault(name, set()).add(TESTED)
+            case ast.Call(func=function, args=[ast.Name(id=name), *others]):
+                _note_given(function, name, others, found)
             case _:
                 pass
     return found
+
+
+def _note_given(
+    function: ast.expr, name: str, others: list[ast.expr], found: dict[str, set[str]]
+) -> None:
+    """Store what a call says about a name that is its first argument, and about its second."""
+    match function:
+        case ast.Name(id="isinstance"):
+            found.setdefault(name, set()).add(TESTED)
+        case ast.Attribute(value=ast.Name(id="F"), attr=attribute):
+            two = _TAKES_TWO.match(attribute) is not None
+            if two or _TAKES_TENSOR.match(attribute):
+                found.setdefault(name, set()).add(TENSOR_GIVEN)
+            if two and others and isinstance(others[0], ast.Name):
+                found.setdefault(others[0].id, set()).add(TENSOR_GIVEN)
+        case _:
+            pass
 
 
 def is_used_like_a_tensor(used: Iterable[str]) -> bool:

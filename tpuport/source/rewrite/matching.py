@@ -124,7 +124,7 @@ class Context:
 
         What only GPUs run counts as host code here.
         """
-        return Role.HOST if self.is_off_tpu(node) else self._roles.of(node)
+        return Role.HOST if self._roles.is_off_tpu(node) else self._roles.of(node)
 
     def in_step(self, node: ast.AST) -> bool:
         """Return whether code runs in a traced step: `forward`, a training step, a callee."""
