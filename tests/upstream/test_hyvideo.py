@@ -156,11 +156,16 @@ TRAINED = [
 # "flash2" runs the lines around them, and tests/running has tests of these packages: flash_attn and
 # provided_packages.
 OF_OTHER_PACKAGES = {"flash3", "sageattn"}
+# The others run every line of the package that these run (measured).
+LIKE_OTHERS = {"zero vision marked i2v", "vision marked t2v", "odd sizes"}
 
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * (c in OF_OTHER_PACKAGES)) for c in CASES],
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (c in OF_OTHER_PACKAGES | LIKE_OTHERS))
+        for c in CASES
+    ],
 )
 def test_forward(case):
     changes, given = CASES[case]

@@ -26,6 +26,29 @@ from tpuport import PortError
 
 CASES = [*DIFFUSERS, *TRANSFORMERS]
 
+# Of these every line of the package that they run is run by the others (measured).
+LIKE_OTHERS = {
+    *("AuraFlowTransformer2DModel", "BriaFiboTransformer2DModel", "Krea2Transformer2DModel"),
+    *("SD3Transformer2DModel", "HunyuanVideo15Transformer3DModel-no_image"),
+    *("WanVACETransformer3DModel", "UNet2DModel", "UNet2DModel-decoder_of_ConsistencyDecoderVAE"),
+    *("UNet3DConditionModel", "UNetMotionModel", "ControlNetModel", "AsymmetricAutoencoderKL"),
+    *("AutoencoderDC", "AutoencoderKLTemporalDecoder", "InternVLModel"),
+}
+# The gradients of these take the longest. Their outputs are compared, and AutoencoderTiny and
+# Wav2Vec2Model have convolutions, PixArtTransformer2DModel and FluxTransformer2DModel such blocks.
+LONG_GRADIENTS = {
+    *("UNet2DConditionModel", "HunyuanVideo15Transformer3DModel-image", "AutoencoderKL"),
+    *("MochiTransformer3DModel", "ZImageTransformer2DModel", "Lumina2Transformer2DModel"),
+    "WanTransformer3DModel",
+}
+
+
+def some(cases: list[Case], slow: set[str]) -> list[Any]:
+    """All cases, those with the names of `slow` for `make test-all`."""
+    assert slow <= {case.name for case in cases}
+    return [pytest.param(case, marks=[pytest.mark.slow] * (case.name in slow)) for case in cases]
+
+
 pytestmark = [
     # Eager's unfused flex attention, which a reference without torch.compile runs on purpose.
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
@@ -36,12 +59,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`Transformer2DModelOutput` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated:FutureWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _release_compiled_programs() -> Iterator[None]:
-    yield
-    jax.clear_caches()
 
 
 def parts_of(value: Any) -> list[tuple[str, Any]]:
@@ -114,7 +131,7 @@ def plain_pytorch() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(CASES, LIKE_OTHERS), ids=str)
 def test_outputs_are_eagers(case: Case) -> None:
     model, kwargs = case.make()
     with plain_pytorch():
@@ -149,7 +166,9 @@ def draws(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.randn(leaf.shape, generator=generator) for leaf in leaves]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.grads], ids=str)
+@pytest.mark.parametrize(
+    "case", some([case for case in CASES if case.grads], LONG_GRADIENTS), ids=str
+)
 def test_gradients_are_autograds(case: Case) -> None:
     model, kwargs = case.make()
     leaves = floating(model(**copy.deepcopy(kwargs)))
@@ -248,7 +267,11 @@ MASKED = {
 }
 
 
-@pytest.mark.parametrize("name", MASKED)
+# In Mochi's, which takes the longest, the same functions see nothing as in the others.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * n.startswith("Mochi")) for n in MASKED],
+)
 def test_rows_that_see_nothing_are_eagers(name: str) -> None:
     case = case_of(name)
     model, kwargs = case.make()
