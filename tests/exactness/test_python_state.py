@@ -148,3 +148,18 @@ def test_state_of_apply_is_explicit():
     assert ported.buffers == before
     assert_same(once["running_mean"], again["running_mean"], "the same from the same")
     assert int(twice["num_batches_tracked"]) == 2
+
+
+class Exchanging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a, self.b = self.b, self.a
+        return x * self.a
+
+
+def test_parameters_that_change_names_are_refused():
+    with pytest.raises(PortError, match="gives 'a' the tensor that 'b' was"):
+        tpuport.convert(Exchanging())(torch.ones(2))
