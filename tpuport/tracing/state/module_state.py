@@ -142,16 +142,17 @@ def refuse_moved_parameters(before: StateTree, after: StateTree) -> None:
     Raises:
         PortError: it has. Its gradient would be given to the parameter that had the name.
     """
-    first = {id(before.values[name]): name for name in before.registered}
-    for name in before.registered:
+    names = [name for name in before.values if name in before.registered]
+    first = {id(before.values[name]): name for name in reversed(names)}
+    for name in names:
         now = after.values.get(name)
         old = first.get(id(now), name)
         if isinstance(now, torch.Tensor) and old != name and after.values.get(old) is not now:
             raise port_error(
                 f"the call gives {name!r} the tensor that {old!r} was",
                 code="TPU406",
-                remedy="exchange the values under no_grad (copy_), keep both in a list and choose by"
-                " an index, or exchange them outside of the ported call",
+                remedy="exchange the values under no_grad (copy_), keep both in a list and choose"
+                " by an index, or exchange them outside of the ported call",
             )
 
 
