@@ -147,7 +147,8 @@ def refuse_moved_parameters(before: StateTree, after: StateTree) -> None:
     for name in names:
         now = after.values.get(name)
         old = first.get(id(now), name)
-        if isinstance(now, torch.Tensor) and old != name and after.values.get(old) is not now:
+        is_trained = isinstance(now, torch.Tensor) and now.requires_grad
+        if is_trained and old != name and after.values.get(old) is not now:
             raise port_error(
                 f"the call gives {name!r} the tensor that {old!r} was",
                 code="TPU406",
