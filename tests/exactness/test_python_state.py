@@ -148,3 +148,23 @@ def test_state_of_apply_is_explicit():
     assert ported.buffers == before
     assert_same(once["running_mean"], again["running_mean"], "the same from the same")
     assert int(twice["num_batches_tracked"]) == 2
+
+
+class Exchanging(nn.Module):
+    def __init__(self, requires_grad: bool) -> None:
+        super().__init__()
+        self.a, self.b = (
+            nn.Parameter(torch.full((2,), value), requires_grad) for value in (1.0, 2.0)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a, self.b = self.b, self.a
+        return x * self.a
+
+
+def test_trained_parameters_that_change_names_are_refused():
+    with pytest.raises(PortError, match="gives 'a' the tensor that 'b' was"):
+        tpuport.convert(Exchanging(True))(torch.ones(2))
+    ported, eager, x = tpuport.convert(Exchanging(False)), Exchanging(False), torch.ones(2)
+    for _ in range(3):
+        assert ported(x).tolist() == eager(x).tolist()

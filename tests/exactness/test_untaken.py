@@ -123,6 +123,7 @@ PROGRAMS: dict[str, Program] = {
     "product": after(lambda w, v: w.sqrt() @ v.outer(v)),
     "power": after(lambda w, v: w**0.5),
     **{p.__name__: p for p in (two_branches, own_condition, chained, nested, both_sides)},
+    "constant side": lambda w, v, x: (v * x if x[0] > 0 else torch.zeros(3)) + v,
     **{p.__name__: p for p in (used_anyway, unused_result, recomputed)},
     "inner_gradient": inner_gradient,
 }

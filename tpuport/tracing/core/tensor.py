@@ -169,7 +169,7 @@ class TracedTensor(backend.TorchaxTensor):
         self._env = None
 
     @property
-    def __class__(self) -> type[torch.Tensor]:
+    def __class__(self) -> type[torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]  (nobody sets it)
         """Return the class that user code sees; `type` gives the real one."""
         return torch.nn.Parameter if getattr(self, "_is_param", False) else torch.Tensor
 

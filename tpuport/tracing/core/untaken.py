@@ -112,8 +112,8 @@ class _Level:
             self.depend.append(depends)
 
     def _live(self, kind: str) -> set[Any]:
-        live = {v for v, one in zip(self.jaxpr.outvars, self.live, strict=True) if one}
-        live = set(filter(_is_var, live))
+        outputs = zip(self.jaxpr.outvars, self.live, strict=True)
+        live = {v for v, one in outputs if one and _is_var(v)}
         for eqn in reversed(self.jaxpr.eqns):
             pairs = zip(eqn.outvars, self.paths.of_equation(eqn), strict=True)
             bits = _union(getattr(path, kind) for var, path in pairs if var in live)

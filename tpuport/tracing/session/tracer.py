@@ -58,6 +58,7 @@ from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
     python_changes,
+    refuse_moved_parameters,
     state_tree,
 )
 from tpuport.tracing.state.request import TraceRequest, TraceResult
@@ -390,6 +391,7 @@ class Tracer:
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
         if module is not None and before is not None and after is not None:
+            refuse_moved_parameters(before, after)
             forget_random_states(before, after)
             for name, leaf in after.leaves.items():
                 if extents_of(leaf):

@@ -136,6 +136,27 @@ def _take_apart(
                 _attribute(tree, leaf, fqn, prefix, name, value, number_names, objects)
 
 
+def refuse_moved_parameters(before: StateTree, after: StateTree) -> None:
+    """Refuse a call after which a parameter has the name of another, as after `a, b = b, a`.
+
+    Raises:
+        PortError: it has. Its gradient would be given to the parameter that had the name.
+    """
+    names = [name for name in before.values if name in before.registered]
+    first = {id(before.values[name]): name for name in reversed(names)}
+    for name in names:
+        now = after.values.get(name)
+        old = first.get(id(now), name)
+        is_trained = isinstance(now, torch.Tensor) and now.requires_grad
+        if is_trained and old != name and after.values.get(old) is not now:
+            raise port_error(
+                f"the call gives {name!r} the tensor that {old!r} was",
+                code="TPU406",
+                remedy="exchange the values under no_grad (copy_), keep both in a list and choose"
+                " by an index, or exchange them outside of the ported call",
+            )
+
+
 def forget_random_states(before: StateTree, after: StateTree) -> None:
     """Take no notice of states of the program's random numbers that a call kept in attributes.
 
