@@ -8,6 +8,8 @@ Contents:
     LAZY               state made by the first call (`if self.scale is None`), then frozen
 """
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -433,3 +435,12 @@ def test_parameters_that_share_memory_are_not_trained():
         make_train_step(tpuport.convert(model), lambda model, x: model(x).mean(), "sgd")
     model[1].weight = model[0].weight
     make_train_step(tpuport.convert(model), lambda model, x: model(x).mean(), "sgd")
+
+
+def test_a_port_is_neither_pickled_nor_deep_copied():
+    ported = tpuport.convert(nn.Linear(3, 3))
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UsageError, match=r"neither pickled nor deep-copied.*convert"):
+            copied(ported)
+    x = torch.ones(2, 3)
+    assert torch.equal(tpuport.to_torch(copy.copy(ported)(x)), tpuport.to_torch(ported(x)))

@@ -78,6 +78,24 @@ class PortedState:
         # The mode that the user's module had, until the port is given one of its own.
         self._mode = target.training if is_module else None
 
+    def __copy__(self) -> Self:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce__(self) -> Any:
+        """Refuse `copy.deepcopy` and pickle.
+
+        Raises:
+            UsageError: always.
+        """
+        msg = (
+            "a ported model holds compiled programs: it can be neither pickled nor deep-copied."
+            " What to do: copy or pickle the module, ported.params and ported.buffers, and convert"
+            " the module again"
+        )
+        raise UsageError(msg)
+
     def _load_state(self, master: torch.nn.Module) -> None:
         tree = state_tree(master)
         for name, leaf in tree.leaves.items():

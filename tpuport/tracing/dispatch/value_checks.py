@@ -162,7 +162,8 @@ def _index_select(given: dict[str, Any]) -> Iterator[Failure]:
 @_rule("index_add", "index_copy", "index_reduce", "index_fill")
 def _index_write(given: dict[str, Any]) -> Iterator[Failure]:
     source, is_fill = given["self"], "value" in given
-    error = RuntimeError if "alpha" in given and source.dim() > 1 else IndexError
+    by_rows = source.dim() > 1 and given["index"].dtype is torch.int64
+    error = RuntimeError if "alpha" in given and by_rows else IndexError
     size = _size(source, given["dim"])
     yield from _outside(given["index"], size, error, from_end=is_fill)
 

@@ -70,9 +70,15 @@ def link(
         else:
             unseen |= {a: (a, b), b: (b, a)}
 
+    def is_written(name: str) -> bool:
+        if name in traced:
+            return traced[name]._storage.version > 0
+        return trace.alias(leaves[name]) is not None
+
     def check(changed: frozenset[str]) -> None:
         for name in changed & unseen.keys():
-            raise _refusal(*unseen[name])
+            if is_written(name):  # an attribute that was assigned anew is no write
+                raise _refusal(*unseen[name])
 
     return check
 
