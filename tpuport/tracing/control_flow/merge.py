@@ -275,7 +275,7 @@ class _Merge:
         bounds = self.sides[0].bounds
         bound_before = [t._elem for t in self.rebound]
 
-        def body() -> tuple[list[jax.Array], ...]:
+        def body() -> tuple[list[Any], ...]:
             found, after, traced_counts, tests, counted = side.program()
             known = dict(zip(side.counted, counted, strict=True))
             writes = dict(zip([s.serial for s in side.written], after, strict=False))

@@ -35,7 +35,8 @@ def _nms(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     boxes, scores, threshold = given["dets"], given["scores"], given["iou_threshold"]
     sizes = [extents_of(t).get(0, node_of(torch.Tensor.size(t)[0])) for t in (boxes, scores)]
-    require_equal(*sizes, "boxes and scores should have same number of elements in dimension 0")
+    message = "boxes and scores should have same number of elements in dimension 0"
+    require_equal(sizes[0], sizes[1], message)
     size = min(torch.Tensor.size(t)[0] for t in (boxes, scores))
     corners = value_of(strip(boxes).detach())[:size]
     ranks = value_of(strip(scores).detach())[:size]
