@@ -28,7 +28,8 @@ from tpuport.tracing.core.tensor import (
     meta_of,
     wrap,
 )
-from tpuport.tracing.core.values import flow_of, value_of, write
+from tpuport.tracing.core.transforms import is_transformed
+from tpuport.tracing.core.values import flow_of, tensors_in, value_of, write
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
@@ -82,7 +83,9 @@ class AutogradFunction(Shim):
             # torch.func applies classes that it derives, which are no `Function`.
             trace = current() if issubclass(cls, torch.autograd.Function) else None
             given = (*args, *kwargs.values())
-            if trace is not None and any(isinstance(a, TracedTensor) for a in given):
+            traced = trace is not None and any(isinstance(a, TracedTensor) for a in given)
+            # Tangents are those of the function's own jvp.
+            if trace is not None and traced and not any(map(is_transformed, tensors_in(given))):
                 count(self.TARGET)
                 return apply_function(trace, cls, _positional(cls, args, kwargs))
             return original.__get__(None, cls)(*args, **kwargs)
