@@ -16,6 +16,9 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 import tpuport
 from tpuport.training import make_train_step
 
+# torch scripts its rules of forward mode when they are first asked for.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
 Case = Callable[["Net", torch.Tensor], Any]
 
 
@@ -64,7 +67,7 @@ def written(x: torch.Tensor) -> torch.Tensor:
     z = torch.zeros(5, 3)
     z[1:] = x
     z[0, 0] = x[0, 0] * 2
-    return z.add_(z.sin())
+    return z + z.sin()
 
 
 def params(m: "Net") -> dict[str, torch.Tensor]:
@@ -200,5 +203,5 @@ class Halves(nn.Module):
 )
 def test_what_no_tangent_goes_through_is_refused(case: Any, why: str) -> None:
     with pytest.raises(tpuport.PortError, match=why) as caught:
-        tpuport.convert(case)(_batch(0))
+        tpuport.convert(case, verify=False)(_batch(0))
     assert caught.value.file == __file__
