@@ -87,7 +87,6 @@ FUNCTIONS: dict[str, Case] = {
     "attention": lambda m, x: pushed(
         lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
     ),
-    "function": lambda m, x: pushed(lambda y: Cube.apply(y) + y @ m.weight, x),
     "branch": lambda m, x: pushed(lambda y: m.branch(y) + y @ m.weight, x),
 }
 SECOND: dict[str, Case] = {
@@ -117,7 +116,6 @@ DUAL: dict[str, Case] = {
     "weight": lambda m, x: dual(lambda w: F.linear(x, w), m.weight),
     "constant": lambda m, x: dual(lambda y: y * x @ m.weight, torch.arange(3.0)),
     "stopped": lambda m, x: dual(lambda y: y.detach() * y @ m.weight, x),
-    "function": lambda m, x: dual(lambda y: Cube.apply(y) + y, x @ m.weight),
     "branch": lambda m, x: dual(lambda y: m.branch(y) + y, x @ m.weight),
     "recurrent": lambda m, x: dual(lambda y: m.gru(y[None])[0], x),
 }
@@ -199,6 +197,8 @@ class Halves(nn.Module):
     ("case", "why"),
     [
         (lambda x: dual(Halves(), x), "a loop that depends on traced values"),
+        (lambda x: dual(Cube.apply, x), "a custom autograd function"),
+        (lambda x: pushed(Cube.apply, x), "a custom autograd function"),
         (lambda x: linearize(torch.sin, x)[1](x), "make_fx"),
     ],
 )

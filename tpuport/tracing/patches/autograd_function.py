@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.extend.core import jaxpr_as_fun
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from tpuport.foundation import pytree
@@ -28,8 +29,7 @@ from tpuport.tracing.core.tensor import (
     meta_of,
     wrap,
 )
-from tpuport.tracing.core.transforms import is_transformed
-from tpuport.tracing.core.values import flow_of, tensors_in, value_of, write
+from tpuport.tracing.core.values import flow_of, value_of, write
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
@@ -83,9 +83,14 @@ class AutogradFunction(Shim):
             # torch.func applies classes that it derives, which are no `Function`.
             trace = current() if issubclass(cls, torch.autograd.Function) else None
             given = (*args, *kwargs.values())
-            traced = trace is not None and any(isinstance(a, TracedTensor) for a in given)
-            # Tangents are those of the function's own jvp.
-            if trace is not None and traced and not any(map(is_transformed, tensors_in(given))):
+            if current() is not None and forward_ad._current_level >= 0:
+                raise port_error(
+                    f"{cls.__name__}, a custom autograd function, runs in forward mode, where its"
+                    " gradients would be lost",
+                    code="TPU403",
+                    remedy="call a plain function of torch operations there",
+                )
+            if trace is not None and any(isinstance(a, TracedTensor) for a in given):
                 count(self.TARGET)
                 return apply_function(trace, cls, _positional(cls, args, kwargs))
             return original.__get__(None, cls)(*args, **kwargs)
