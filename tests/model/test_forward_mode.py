@@ -107,7 +107,7 @@ DUAL: dict[str, Case] = {
     "linear": lambda m, x: dual(lambda y: F.linear(y, m.weight), x),
     "module": lambda m, x: dual(m.net, x),
     "norm": lambda m, x: dual(lambda y: F.layer_norm(y, (3,), m.weight[0]), x),
-    "softmax": lambda m, x: dual(lambda y: F.softmax(y @ m.weight, -1), x),
+    "softmax": lambda m, x: dual(lambda y: F.softmax(y, -1) @ m.weight, x),
     "attention": lambda m, x: dual(
         lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
     ),
