@@ -15,6 +15,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
@@ -32,6 +33,7 @@ from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import inside_try
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor, item
+from tpuport.tracing.core.transforms import transforming
 from tpuport.tracing.core.values import value_of
 
 
@@ -52,11 +54,13 @@ def traced_cond(
         What the side that holds returns; both must agree in structure, shapes and dtypes.
     """
     trace = current()
-    value = truth(test)
+    transformed = transforming()
+    value = _primal(test) if transformed else truth(test)
     if not isinstance(value, jax.core.Tracer) or trace is None:
         return then(*operands) if bool(value) else orelse(*operands)
     site, explorer = user_line(), trace.explorer
-    if explorer is not None and site in explorer.plan.apart:
+    # Under a transformation of torch, merged results would have no tangents.
+    if explorer is not None and (transformed or site in explorer.plan.apart):
         return then(*operands) if explorer.explore(value) else orelse(*operands)
     # A side may change a list or dict among its operands in place, and both sides are run.
     snapshot = Snapshot([operands])
@@ -89,6 +93,13 @@ def traced_cond(
     if trace.explorer is not None:
         trace.explorer.branches[site] = "lax.cond"
     return merged
+
+
+def _primal(test: Any) -> jax.Array:
+    """Return the truth of what torch.func stands a tensor of its own for."""
+    while isinstance(test, torch.Tensor) and is_functorch_wrapped_tensor(test):
+        test = get_unwrapped(test)
+    return truth(test)
 
 
 def truth(test: Any) -> jax.Array:

@@ -22,6 +22,7 @@ from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import RowList, TracedTensor, version
+from tpuport.tracing.core.transforms import refuse_loop
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 
@@ -40,6 +41,7 @@ def traced_for(
         PortError: there may be too many rows, or a round changes more than tensors.
     """
     trace, site = current(), user_line()
+    refuse_loop()
     is_list = isinstance(rows, RowList)
     tensor = rows.rows if is_list else rows
     if trace is None or 0 not in extents_of(tensor):

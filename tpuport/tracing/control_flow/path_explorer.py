@@ -18,6 +18,7 @@ from tpuport.tracing.control_flow.merge import Forced, merge, shared_write
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
+from tpuport.tracing.core.transforms import transforming
 
 _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
@@ -97,6 +98,9 @@ class Explorer:
 
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
         """Run a module call, explored if an earlier attempt saw it branch on traced values."""
+        if transforming():
+            # Merged results would have no tangents, so a call around it is explored.
+            return thunk()
         explored = name in self.plan.explore and name not in self.plan.within
         if not explored or any(unit.name == name for unit in self.units[self.outside :]):
             self.calls.append(name)

@@ -24,6 +24,7 @@ from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, wrap
+from tpuport.tracing.core.transforms import refuse_loop
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
@@ -270,4 +271,5 @@ def traced_while(
     """
     trace = current()
     assert trace is not None
+    refuse_loop()
     return _Loop(trace, test, body, operands).run()

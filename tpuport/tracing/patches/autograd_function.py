@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import torch
 from jax.extend.core import jaxpr_as_fun
+from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from tpuport.foundation import pytree
@@ -82,6 +83,13 @@ class AutogradFunction(Shim):
             # torch.func applies classes that it derives, which are no `Function`.
             trace = current() if issubclass(cls, torch.autograd.Function) else None
             given = (*args, *kwargs.values())
+            if current() is not None and forward_ad._current_level >= 0:
+                raise port_error(
+                    f"{cls.__name__}, a custom autograd function, runs in forward mode, where its"
+                    " gradients would be lost",
+                    code="TPU403",
+                    remedy="call a plain function of torch operations there",
+                )
             if trace is not None and any(isinstance(a, TracedTensor) for a in given):
                 count(self.TARGET)
                 return apply_function(trace, cls, _positional(cls, args, kwargs))

@@ -3,12 +3,6 @@
 from typing import Any
 
 import torch
-from torch._C._functorch import (
-    is_functorch_wrapped_tensor,
-    is_legacy_batchedtensor,
-    peek_interpreter_stack,
-)
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +10,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.transforms import is_transformed, transforming
 from tpuport.tracing.core.values import flat, tensors_in
 from tpuport.tracing.dispatch.dispatch import dispatch
 from tpuport.tracing.functions import general, numeric, products, rnn, sizes  # noqa: F401 - the modules of functions register themselves
@@ -113,20 +108,9 @@ def _is_transformed(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> boo
 
     It takes the function apart, and its operations arrive one by one.
     """
-    level = forward_ad._current_level
-    if peek_interpreter_stack() is None and level < 0:
+    if not transforming():
         return False
-    given = tensors_in([*args, *(kwargs or {}).values()])
-    return any(
-        is_functorch_wrapped_tensor(t) or is_legacy_batchedtensor(t) or (level >= 0 and _is_dual(t))
-        for t in given
-    )
-
-
-def _is_dual(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a tangent, which handlers of functions would drop."""
-    with torch._C.DisableTorchFunction():
-        return forward_ad.unpack_dual(tensor).tangent is not None
+    return any(map(is_transformed, tensors_in([*args, *(kwargs or {}).values()])))
 
 
 # Functions that read a tensor's values without an ATen op.
