@@ -125,7 +125,7 @@ def all_reduce(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Return the reduced tensor, or reduce each in a list in place; a copy if there is one replica."""
+    """Return the reduced tensor, or reduce each in a list in place; among one, return a copy."""
     del pin_layout
     group = _group("all_reduce", groups)
     _check_kind("all_reduce", reduce_type)
