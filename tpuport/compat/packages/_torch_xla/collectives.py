@@ -282,8 +282,8 @@ def collective_broadcast(
     group = _group("collective_broadcast", groups)
     if root_ordinal not in group:
         raise port_error(
-            f"xm.collective_broadcast sends from replica {root_ordinal}, and there {_are(group)}"
-            " in the group",
+            f"xm.collective_broadcast names the replicas [{root_ordinal}] as its root, and there"
+            f" {_are(group)} in the group",
             remedy="name a root that is in each group",
         )
     if replicas.size() > 1:
