@@ -70,7 +70,7 @@ def test_collectives_have_torch_xlas_numbers(found):
             "only": "cpu" if rank == 1 else None,
             "device": "xla:0",
             "turns": [rank],
-            "numbers": (rank, 2, rank, rank == 0),
+            "numbers": [rank, 2, rank, rank == 0],
         }
         assert one["collectives"].keys() == wanted.keys()
         for name, value in wanted.items():

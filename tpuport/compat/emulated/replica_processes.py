@@ -1,4 +1,4 @@
-"""`tpuport run --replicas N`: starts the command N times, and ends all replicas with the first error.
+"""`tpuport run --replicas N`: starts the command N times, and ends all with the first error.
 
 Imports no framework: this process only waits.
 """
@@ -26,7 +26,7 @@ def is_replica() -> bool:
 
 
 def run_replicas(size: int, command: Sequence[str]) -> int:
-    """Run a command as replicas that find each other, and return the exit status of the first to fail.
+    """Run a command as replicas, and return the exit status of the first that fails, or 0.
 
     All have ended when this returns, or when this process is gone, however it went.
 

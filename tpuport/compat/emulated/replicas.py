@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import FileStore, PrefixStore
 
 from tpuport.compat.emulated.replica_processes import VARIABLE
 from tpuport.foundation.interop.device_mark import mark_of, tag
@@ -85,8 +86,8 @@ def leave() -> None:
 
 def store(name: str) -> Any:
     """Return a store of torch that all replicas share."""
-    file = torch.distributed.FileStore(os.path.join(_WORLD.folder, "store"), _WORLD.size)
-    return torch.distributed.PrefixStore(name, file)
+    file = FileStore(os.path.join(_WORLD.folder, "store"), _WORLD.size)
+    return PrefixStore(name, file)
 
 
 def exchange(what: str, value: Any) -> list[Any]:

@@ -125,7 +125,7 @@ def all_reduce(
     groups: Any = None,
     pin_layout: bool = True,
 ) -> Any:
-    """Return the reduced tensor, or reduce each in a list in place; a copy if there is one replica."""
+    """Return the reduced tensor, or reduce each in a list in place; among one, return a copy."""
     del pin_layout
     group = _group("all_reduce", groups)
     _check_kind("all_reduce", reduce_type)
@@ -282,8 +282,8 @@ def collective_broadcast(
     group = _group("collective_broadcast", groups)
     if root_ordinal not in group:
         raise port_error(
-            f"xm.collective_broadcast sends from replica {root_ordinal}, and there {_are(group)}"
-            " in the group",
+            f"xm.collective_broadcast names the replicas [{root_ordinal}] as its root, and there"
+            f" {_are(group)} in the group",
             remedy="name a root that is in each group",
         )
     if replicas.size() > 1:

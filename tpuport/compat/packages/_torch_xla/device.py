@@ -117,8 +117,8 @@ def launch(
     """Call `fn(ordinal, *args)` in this process: see `xmp.spawn`."""
     if debug_single_process and replicas.size() > 1:
         raise UsageError(
-            f"torch_xla.launch(debug_single_process=True) in one of {replicas.size()} replicas. What"
-            " to do: run without --replicas"
+            f"torch_xla.launch(debug_single_process=True) in one of {replicas.size()} replicas."
+            " What to do: run without --replicas"
         )
     if STATE.is_spmd:
         raise UsageError(
