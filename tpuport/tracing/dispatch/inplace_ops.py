@@ -150,10 +150,11 @@ _SHARED = (
 
 def _is_fill(func: Any, args: tuple[Any, ...]) -> bool:
     """Return whether eager fills a mask with one number, which it reads first: `x[m] = x[0]`."""
-    if func._opname not in ("index_put_", "_index_put_impl_") or (len(args) > 3 and args[3]):
+    if func._opname not in ("index_put_", "_index_put_impl_"):
         return False
-    masks = [index for index in args[1] if index is not None]
-    is_one = torch.Tensor.numel(args[2]) == 1
+    _, indices, values, *accumulate = args
+    masks = [index for index in indices if index is not None]
+    is_one = torch.Tensor.numel(values) == 1 and not any(accumulate[:1])
     return is_one and all(meta_of(m).dtype in (torch.bool, torch.uint8) for m in masks)
 
 
