@@ -91,3 +91,19 @@ def test_traced_bounds_are_those_of_eager(name):
             torch.testing.assert_close(
                 got, expected, equal_nan=True, msg=lambda m, n=n: f"{n}: {m}"
             )
+
+
+def test_a_tensor_from_outside_that_is_cut_at_a_traced_place_is_guarded():
+    table = torch.arange(6.0)
+    for cut in (
+        lambda n: table.select(0, n.item()) * 1,
+        lambda n: table.narrow(0, n.item(), 2) * 1,
+        lambda n: table.narrow(0, 1, n.item()).sum(),
+    ):
+        ported = by_tpuport(cut)
+        for n in (torch.tensor(2), torch.tensor(3)):
+            assert torch.equal(ported(n).torch(), cut(n))
+        table.mul_(10)
+        assert torch.equal(ported(n).torch(), cut(n))
+    with pytest.raises(PortError, match=r"test_bounds\.py:\d+: TPU406 .* written in place"):
+        by_tpuport(lambda n: table.select(0, n.item()).mul_(2))(torch.tensor(1))

@@ -14,11 +14,12 @@ from torch import nn
 
 import tpuport
 from tpuport.foundation.errors import ParityError, UsageError
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.training import make_train_step
 
 
 def is_traced(x):
-    return type(x) is not torch.Tensor
+    return isinstance(x, TracedTensor)
 
 
 def orthogonal(x):

@@ -16,6 +16,7 @@ import tpuport
 from tests.sharding import tiny
 from tpuport import DtypePolicy
 from tpuport.foundation.errors import ParityError, UsageError
+from tpuport.tracing.core.tensor import TracedTensor
 
 BF16_RTOL = 2e-2
 
@@ -262,7 +263,7 @@ def test_back_to_torch_and_from_a_checkpoint_weights_have_the_dtype_that_they_ar
 def test_a_cast_call_is_compared_with_eager_under_the_policy():
     class Wrong(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            traced = type(x) is not torch.Tensor
+            traced = isinstance(x, TracedTensor)
             return super().forward(x) * (2 if traced else 1)
 
     ported = tpuport.convert(Wrong(4, 4), verify=False)

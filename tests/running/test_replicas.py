@@ -16,7 +16,7 @@ from torch import nn
 from tpuport.compat.emulated.replica_processes import run_replicas
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = Path(__file__).parent / "scripts" / "xla_replicas.py"
+SCRIPT = Path(__file__).parent / "replica_script.py"
 TPUPORT = "from tpuport.cli.app import app; app()"
 
 

@@ -324,6 +324,7 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
         "quiet": True,
         "absent": ["d"],
         "eager": ["E"],
+        "fallback": None,
         "methods": ["F.g"],
         "verify": False,
         "rtol": 0.1,

@@ -479,6 +479,8 @@ class Trace:
         """
         key = tensor.untyped_storage()._cdata
         if key not in self.promoted:
+            if self.is_foreign(tensor):
+                self.recorder.guards.note_tensor(tensor)
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             empty: Any = torch.empty(0, dtype=tensor.dtype)
             flat = empty.set_(tensor.untyped_storage(), 0, (count,))

@@ -124,8 +124,9 @@ def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: li
             for t in leaves
             if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
         }
-    for key, (tensor, _) in trace.promoted.items():
-        if key not in owned:
+    for key, (tensor, storage) in trace.promoted.items():
+        # Reading at a traced place promotes a tensor, too.
+        if key not in owned and storage.version:
             raise port_error(
                 f"a tensor of shape {tuple(tensor.shape)} that is neither an argument nor state of"
                 " the ported module is written in place (a global, or one in a closure)",
