@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch_xla.core.functions as xf
 import torch_xla.core.xla_model as xm
-import torch_xla.distributed.xla_backend
+import torch_xla.distributed.xla_backend  # noqa: F401  (registers the backend)
 import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from torch import nn
