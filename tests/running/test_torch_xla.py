@@ -68,8 +68,12 @@ def test_what_is_refused_raises_at_its_use_and_not_at_its_import(xla):
     from torch_xla.core.xla_builder import create_builder
     from torch_xla.distributed.zero_redundancy_optimizer import ZeroRedundancyOptimizer
 
+    internal = importlib.import_module("torch_xla._internal.tpu")
     here = Path(__file__).name
-    for use in (create_builder, lambda: create_builder.anything, lambda: xla.face._XLAC._xla_x()):
+    for use in (
+        *(create_builder, lambda: create_builder.anything, lambda: xla.face._XLAC._xla_x()),
+        lambda: internal.num_available_chips(),
+    ):
         with pytest.raises(PortError, match=here):
             use()
     with pytest.raises(PortError, match="ZeroRedundancyOptimizer is not served"):

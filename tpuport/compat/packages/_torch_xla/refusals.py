@@ -33,6 +33,11 @@ _CHECKPOINT = "save the state_dict with xm.save, or arrays with orbax (tpuport.t
 _INTERNAL = "it is part of torch_xla's own runtime, which does not run here: leave it out"
 _PROCESSES = "there is one process: guard the call by xr.world_size() > 1"
 
+# Modules below `torch_xla._internal`, which training code imports in spite of their name.
+_PRIVATE = (
+    *("c10d_registration", "custom_kernel", "decomp_registration", "jax_workarounds", "neuron"),
+    *("pjrt", "rendezvous", "tpu", "utils", "xpu"),
+)
 # Modules of which no name is served, by what to do instead.
 MODULES = {
     "torch_xla.stablehlo": _EXPORT,
@@ -79,6 +84,8 @@ MODULES = {
     "torch_xla.utils.checkpoint_tagger": _INTERNAL,
     "torch_xla.utils.dlpack": "use .cpu() and torch's own dlpack",
     "torch_xla.utils.keyd_queue": _INTERNAL,
+    "torch_xla._internal": _INTERNAL,
+    **dict.fromkeys((f"torch_xla._internal.{name}" for name in _PRIVATE), _INTERNAL),
 }
 
 # Other names that are not served, by module, with what to do instead.
