@@ -625,7 +625,7 @@ def test_rows_that_eager_refuses(function: FunctionType, message: str) -> None:
     halves = torch.tensor([[1.0, 2.0], [3.0, 4.0], [-1.0, 5.0], [-2.0, 6.0]])
     ported = by_tpuport(function)
     assert_same(ported(halves), function(halves), "rows")
-    with pytest.raises((RuntimeError, IndexError), match=message):
+    with pytest.raises((RuntimeError, IndexError), match=message) as raised:
         function(-halves.abs())
-    with pytest.raises((RuntimeError, IndexError), match=message):
+    with pytest.raises(raised.type, match=message):
         ported(-halves.abs())

@@ -82,7 +82,7 @@ def test_passes_leave_values_state_gradients_and_the_module() -> None:
     eager, ported = copy.deepcopy(model), tpuport.convert(model, passes=[*PASSES, look])
     for seed in range(3):
         got = tpuport.to_torch(ported(_batch(seed), scale=2.0))["y"]
-        torch.testing.assert_close(got, eager(_batch(seed))["y"].detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, eager(_batch(seed))["y"].detach())
     assert "silu" in seen[0]
     assert "clamp_min" in seen[0]
     assert "self.same" in seen[0]
@@ -101,11 +101,12 @@ def test_passes_leave_values_state_gradients_and_the_module() -> None:
 
     for name, grad in jax.jit(jax.grad(total))(ported.params).items():
         want = twin.get_parameter(name).grad
-        torch.testing.assert_close(tpuport.to_torch(grad), want, rtol=1e-4, atol=1e-4)
+        # The pass rounds differently (silu for a product), and gradients are sums over a batch.
+        torch.testing.assert_close(tpuport.to_torch(grad), want, rtol=1e-5, atol=1e-5)
     # The graph is captured again in the other mode.
     ported.module.eval()
     got = tpuport.to_torch(ported(_batch(3), scale=2.0))["y"]
-    torch.testing.assert_close(got, eager.eval()(_batch(3))["y"].detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(got, eager.eval()(_batch(3))["y"].detach())
 
 
 def aten_silu(graph: fx.GraphModule) -> None:
@@ -123,7 +124,7 @@ def test_the_graph_of_an_exported_program_has_aten_operations() -> None:
     eager = program.module()
     for seed in range(2):
         got = tpuport.to_torch(ported(_batch(seed)))["y"]
-        torch.testing.assert_close(got, eager(_batch(seed))["y"].detach(), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, eager(_batch(seed))["y"].detach())
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
