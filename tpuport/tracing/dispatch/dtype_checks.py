@@ -1,0 +1,63 @@
+"""Errors that eager raises for the dtype of an index or a target.
+
+PyTorch's kernels for the CPU make these checks. Its meta functions, which check everything else, do
+not.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LONG = (torch.int64,)
+_WHOLE = (torch.int32, torch.int64)
+_CLASSES = (torch.int64, torch.uint8)
+_INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
+_NAMES = {
+    **{torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int"},
+    **{torch.int64: "Long", torch.bool: "Bool", torch.float16: "Half", torch.float32: "Float"},
+    **{torch.float64: "Double", torch.bfloat16: "BFloat16"},
+}
+
+
+def _raised(error: type[Exception], text: str) -> Callable[[str, torch.dtype], Exception]:
+    def make(name: str, dtype: torch.dtype) -> Exception:
+        return error(text.format(name=name, dtype=_NAMES.get(dtype, dtype)))
+
+    return make
+
+
+_long = _raised(RuntimeError, "{name}_(): Expected a long tensor for index, but got {dtype}")
+_whole = _raised(RuntimeError, "{name}_(): Expected dtype int32/int64 for index but got: {dtype}")
+_index = _raised(IndexError, "tensors used as indices must be long, int, byte or bool tensors")
+_target = _raised(RuntimeError, "expected target dtype to be Long or Byte, but got {dtype}")
+_fill = _raised(IndexError, "index_fill_(): Expected dtype int64 for index.")
+_select = _raised(RuntimeError, "index_select(): Expected dtype int32 or int64 for index")
+_scalar = _raised(RuntimeError, "expected scalar type Long but found {dtype}")
+
+# By ATen op: its argument, the dtypes that this may have, and the error for others.
+DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype], Exception]]] = {
+    "index_fill": ("index", _LONG, _fill),
+    "index_copy": ("index", _LONG, _long),
+    "put": ("index", _LONG, _long),
+    "index_add": ("index", _WHOLE, _whole),
+    "index_reduce": ("index", _WHOLE, _whole),
+    "index_select": ("index", _WHOLE, _select),
+    "index": ("indices", _INDICES, _index),
+    "index_put": ("indices", _INDICES, _index),
+    "index_put_": ("indices", _INDICES, _index),
+    "_index_put_impl_": ("indices", _INDICES, _index),
+    "nll_loss_forward": ("target", _CLASSES, _target),
+    "nll_loss2d_forward": ("target", _CLASSES, _target),
+    "multi_margin_loss": ("target", _LONG, _scalar),
+}
+
+
+def check_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise what eager raises for the dtype of an operand of an op in `DTYPES`."""
+    name, allowed, error = DTYPES[func._opname]
+    place = [argument.name for argument in func._schema.arguments].index(name)
+    given = args[place] if place < len(args) else kwargs.get(name)
+    for one in given if isinstance(given, (list, tuple)) else (given,):
+        if isinstance(one, torch.Tensor) and one.dtype not in allowed:
+            raise error(func._opname, one.dtype)
