@@ -88,6 +88,15 @@ class _TooSlow(BaseException):
     """A program takes too long; no handler for `Exception` catches it."""
 
 
+def _copy(model: torch.nn.Module) -> torch.nn.Module:
+    """Copy a model, with the values of state that its last call left on a graph of autograd."""
+    kept = [
+        value for part in model.modules() for value in (*part.buffers(False), *vars(part).values())
+    ]
+    on_graph = [v for v in kept if isinstance(v, torch.Tensor) and not v.is_leaf]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in on_graph})
+
+
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
     """Raise in a program whose branches have too many paths to be worth its time."""
@@ -186,7 +195,7 @@ class _Run:
         return _Found(Verdict(kind, what, self.number, line, self.gradients, self.calls))
 
     def _call(self, call: Call) -> None:
-        before = copy.deepcopy(self.eager)
+        before = _copy(self.eager)
         want = _eager(self.eager, call)
         if want.error is not None and not self.number:
             raise self._end("eager raises", _said(want.error))
@@ -200,7 +209,7 @@ class _Run:
         have = self._port(call)
 
         def again(mode: Any) -> Result:
-            return _eager(copy.deepcopy(before), call, mode)
+            return _eager(_copy(before), call, mode)
 
         self._errors(want, have, again)
         if want.error is not None:
@@ -275,7 +284,7 @@ class _Run:
         for inputs in (True, False):
 
             def again(mode: Any, inputs: bool = inputs) -> Result:
-                return _eager_gradients(copy.deepcopy(before), call, mode, inputs=inputs)
+                return _eager_gradients(_copy(before), call, mode, inputs=inputs)
 
             want = again(None)
             if want.error is None:
