@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tpuport
 from tests.exactness.scenario import by_tpuport
 
 Function = Callable[..., torch.Tensor]
@@ -183,3 +184,40 @@ def test_gradients_at_special_points_are_those_of_eager(table):
 
 def same(ours: Any, theirs: torch.Tensor) -> bool:
     return np.allclose(ours, theirs.numpy(), rtol=1e-3, atol=1e-4, equal_nan=True)
+
+
+# -- faults of XLA, which the optimizations of a program have -------------------------------------
+
+
+@pytest.mark.xfail(strict=True, reason="XLA returns a broadcast: core/cumulative.py can go")
+@pytest.mark.parametrize(("function", "identity"), [(jnp.cumsum, 0), (jnp.cumprod, 1)])
+def test_xla_folds_a_pad_into_a_cumulative_sum(function: Any, identity: int) -> None:
+    def padded(one: jax.Array) -> jax.Array:
+        return function(jnp.pad(one, ((2, 2), (0, 0)), constant_values=identity), axis=0)
+
+    one = jnp.full((1, 2), 3.0)
+    assert (jax.jit(padded)(one) == padded(one)).all()
+
+
+class _Cumulative(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        padded = F.pad(x[:1], (0, 0, 2, 2))
+        return padded.cumsum(0), x.cumsum(0)[2], x.cumprod(0)[2], x.logcumsumexp(0)[2]
+
+
+def test_cumulative_functions_of_padded_elements() -> None:
+    x = torch.linspace(-2, 3, 10).reshape(5, 2).requires_grad_()
+    weights = [torch.arange(10.0).reshape(5, 2), *torch.tensor([2.0, 3.0, -1.0])]
+    module = _Cumulative()
+    wanted = module(x)
+    sum((w * one).sum() for w, one in zip(weights, wanted, strict=True)).backward()
+    ported = tpuport.convert(module)
+    for have, want in zip(tpuport.to_torch(ported(x.detach())), wanted, strict=True):
+        torch.testing.assert_close(have, want.detach())
+
+    def loss(x: jax.Array) -> Any:
+        out, _ = ported.apply(ported.params, ported.buffers, jax.random.key(0), x)
+        return sum((w.numpy() * one).sum() for w, one in zip(weights, out, strict=True))
+
+    gradient = jax.jit(jax.grad(loss))(jnp.asarray(x.detach().numpy()))
+    torch.testing.assert_close(tpuport.to_torch(gradient), x.grad)

@@ -18,6 +18,7 @@ from tpuport.ops.torchax.masked_rows import (
     refuse,
 )
 from tpuport.ops.torchax.values import array_of, wrap
+from tpuport.tracing.core.cumulative import cumulative
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def _in_place(value: MaskedRows, target: MaskedRows) -> tuple[jax.Array, jax.Arr
     wrong = (count != wanted) & (count != 1)
     if value.wrong is not None:
         wrong = wrong | value.wrong
-    number = jnp.clip(jnp.cumsum(target.keep, dtype=jnp.int32) - 1, 0, value.bound - 1)
+    order = cumulative(jnp.cumsum, target.keep.astype(jnp.int32), 0) - 1
+    number = jnp.clip(order, 0, value.bound - 1)
     number = jnp.where(count == 1, 0, number)
     return jnp.take(array_of(front.values), number, axis=front.axis), wrong
 

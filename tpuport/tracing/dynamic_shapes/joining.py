@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.interop import backend
+from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.dynamic_shapes.extents import (
     Extents,
     attach,
@@ -33,7 +34,7 @@ def compacted(keep: jax.Array, bound: int) -> jax.Array:
     """
     flat = keep.reshape(-1)
     # False elements go out of range, where the scatter drops them.
-    target = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, bound)
+    target = jnp.where(flat, cumulative(jnp.cumsum, flat.astype(jnp.int32), 0) - 1, bound)
     first = jnp.argmax(flat).astype(jnp.int32) if flat.size else 0
     return (
         jnp.full(bound, first, jnp.int32)

@@ -7,6 +7,7 @@ import torch
 
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as
@@ -148,7 +149,8 @@ def masked_scatter(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         _require_enough(count, given[0].value * row)
     else:
         _require_enough(count, size)
-    order = jnp.cumsum(value_of(mask).reshape(-1).astype(jnp.int32)) - 1
+    taking = value_of(mask).reshape(-1).astype(jnp.int32)
+    order = cumulative(jnp.cumsum, taking, 0) - 1
     taken = (
         plain[wrap_now(jnp.clip(order, 0, max(size - 1, 0)), torch.int64)]
         if size

@@ -9,6 +9,7 @@ from jax import lax
 
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import lowering, special
 from tpuport.tracing.core.values import value_of, wrap_as
@@ -157,7 +158,7 @@ def repeat_interleave(repeats: torch.Tensor, *, output_size: int | None = None) 
             code="TPU203",
             remedy="pass output_size=, the sum of the repeats",
         )
-    ends = jnp.cumsum(value_of(repeats))
+    ends = cumulative(jnp.cumsum, value_of(repeats), 0)
     error = RuntimeError("allocated size does not match required size")
     raise_if(jnp.not_equal(jnp.sum(value_of(repeats)), output_size), error)
     places = jnp.searchsorted(ends, jnp.arange(output_size), side="right")
@@ -196,7 +197,8 @@ def _segment_reduce(
     axis %= data.ndim
     if offsets is None:
         assert lengths is not None
-        offsets = jnp.cumsum(jnp.pad(lengths, [(0, 0)] * axis + [(1, 0)]), -1)
+        starts = jnp.pad(lengths, [(0, 0)] * axis + [(1, 0)])
+        offsets = cumulative(jnp.cumsum, starts, -1)
     places = jnp.arange(data.shape[axis])
     inside = (places >= offsets[..., :-1, None]) & (places < offsets[..., 1:, None])
     inside = inside.reshape(inside.shape + (1,) * (data.ndim - axis - 1))

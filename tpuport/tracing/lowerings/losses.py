@@ -12,6 +12,7 @@ import torch
 from jax import lax
 
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.core.lowering_registry import lowering, special
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 from tpuport.tracing.lowerings._numeric import value_and_gradient, wide
@@ -162,7 +163,7 @@ def _padded(targets: jax.Array, lengths: jax.Array, longest: int, batch: int) ->
     """Return targets as rows [N, longest], whose entries past the length are never read."""
     if targets.ndim == 2:
         return targets[:, :longest]
-    starts = jnp.cumsum(lengths) - lengths
+    starts = cumulative(jnp.cumsum, lengths, 0) - lengths
     return jnp.take(targets, starts[:, None] + jnp.arange(longest), mode="clip").reshape(
         batch, longest
     )

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.core.lowering_registry import lowering
 from tpuport.tracing.lowerings._numeric import wide
 
@@ -95,7 +96,7 @@ def _multilabel_margin_loss(
         The loss by `reduction`, and which classes are targets.
     """
     rows, places = _rows(wide(x)), _rows(target)
-    counted = jnp.cumprod((places >= 0).astype(jnp.int32), 1) > 0
+    counted = cumulative(jnp.cumprod, (places >= 0).astype(jnp.int32), 1) > 0
     places = jnp.where(counted, places, 0)
     matches = (places[:, :, None] == jnp.arange(rows.shape[1])) & counted[:, :, None]
     is_target = jnp.any(matches, 1)

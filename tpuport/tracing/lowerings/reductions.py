@@ -4,6 +4,7 @@ They accumulate in float32 or in the requested dtype, with torch's gradients at 
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import torch
 from jax import lax
 
 from tpuport.foundation.interop import backend
+from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.core.lowering_registry import SAME, lowering
 from tpuport.tracing.lowerings._numeric import absolute, at_least_1d, axes_of, is_float, wide
 from tpuport.tracing.lowerings.basic import cast
@@ -66,12 +68,12 @@ def _prod(
 
 @lowering(aten.cumsum.default, reason="torchax accumulates bfloat16 in bfloat16")
 def _cumsum(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return at_least_1d(jnp.cumsum)(_summed(x, dtype), dim)
+    return at_least_1d(partial(cumulative, jnp.cumsum))(_summed(x, dtype), dim)
 
 
 @lowering(aten.cumprod.default, reason="torchax accumulates bfloat16 in bfloat16")
 def _cumprod(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax.Array:
-    return at_least_1d(jnp.cumprod)(_summed(x, dtype), dim)
+    return at_least_1d(partial(cumulative, jnp.cumprod))(_summed(x, dtype), dim)
 
 
 @lowering(
@@ -80,7 +82,7 @@ def _cumprod(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax
 def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     if not x.ndim or not x.size:
         return x
-    return lax.cumlogsumexp(wide(x), axis=dim % x.ndim)
+    return cumulative(lax.cumlogsumexp, wide(x), dim % x.ndim)
 
 
 # -- moments ---------------------------------------------------------------------------------------
