@@ -275,3 +275,36 @@ def test_a_mask_is_filled_with_an_element_of_its_own_tensor():
     scenario = Scenario("filled", lambda: _filled, ((v, m), (v.flip(0), ~m)))
     check_calls(scenario, by_tpuport)
     check_gradients(scenario, by_tpuport)
+
+
+class _Loops(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(3)
+        self.may_loop = False
+
+    def forward(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        s, rounds = x.sum(), 0
+        while s > 0 and rounds < 2:
+            rounds += 1
+            if m[0]:
+                continue
+            self.total = x.mean(0)
+        while s > 10:
+            s = s / 2
+            assert self.may_loop, "each round raises"
+        try:
+            while s < -10:
+                s = s / 2
+                raise ValueError
+        except ValueError:
+            s = s - 7
+        return s, rounds, self.total * 2
+
+
+def test_loops_that_raise_in_each_round_or_set_attributes_in_some():
+    x, m = torch.full((2, 3), 0.5), torch.tensor([True, False])
+    calls = ((-x, m), (x, m), (x * 2, ~m), (x, m), (-9 * x, m))
+    ported = check_calls(Scenario("loops", _Loops, calls), by_tpuport)
+    with pytest.raises(AssertionError, match="each round raises"):
+        ported(9 * x, m)

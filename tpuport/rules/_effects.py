@@ -90,6 +90,21 @@ def changed_names(code: Sequence[ast.AST]) -> list[str]:
     return [name for name in found if name not in bound]
 
 
+def refuse_changed_operands(
+    code: Sequence[ast.AST], context: Context, *, carried: Iterable[str]
+) -> None:
+    """Raise if a branch in a loop's body may change an object that the loop does not carry.
+
+    Raises:
+        NotFixable: the branch is a call of `tpuport.ops`, and has such an object as an operand.
+    """
+    harmless = fresh_names(code) | set(carried)
+    for node in walk_scope(code):
+        for name in set(_operands(node)) - harmless:
+            line = context.module.origin(node)
+            raise NotFixable(f"the branch at line {line} may change {name} in some rounds only")
+
+
 def _operands(node: ast.AST) -> list[str]:
     """Return the operands of a call of `tpuport.ops`, which its functions may change."""
     match node:

@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._blocks import Layout
-from tpuport.rules._effects import refuse_effects
+from tpuport.rules._effects import refuse_changed_operands, refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, refuse_loop_exits
 from tpuport.rules._rule import Example, Rule
@@ -148,6 +148,7 @@ class TensorWhile(Rule):
         # The next iteration also reads the variables that the body assigns.
         after = flow.after[node] | flow.after[node.body[-1]]
         lift = Lift(node, [node.body], context, after=after)
+        refuse_changed_operands(node.body, context, carried=lift.outputs)
         for name in lift.outputs:
             if name not in lift.bound_before:
                 raise NotFixable(f"{name} may be unbound before the loop")

@@ -386,7 +386,7 @@ def is_of_numbers(error: Exception) -> bool:
     return bool(re.search(r"\bSym(Int|Float|Bool)\b", str(error)))
 
 
-def _is_of_jax(error: Exception) -> bool:
+def is_of_jax(error: Exception) -> bool:
     """Return whether jax raised an error: about the program, not about the user's values."""
     *_, (last, _) = traceback.walk_tb(error.__traceback__)
     names = (type(error).__module__, str(last.f_globals.get("__name__")))
@@ -418,7 +418,7 @@ def _traced_side(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | No
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError) or is_of_numbers(error):
                     raise
-                if _is_of_jax(error):
+                if is_of_jax(error):
                     raise _untraced(error) from error
                 side.error = error
         side.places = list(range(len(values)))

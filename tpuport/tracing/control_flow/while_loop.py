@@ -9,11 +9,13 @@ import torch
 from jax.custom_derivatives import linear_call
 
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import PortError
+from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.merge import (
     branch_leaf,
+    is_of_jax,
+    is_of_numbers,
     leaf_meta,
     leaf_value,
     number_kind,
@@ -21,6 +23,7 @@ from tpuport.tracing.control_flow.merge import (
 )
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, wrap
@@ -31,6 +34,14 @@ from tpuport.tracing.dynamic_shapes.extents import extents_of
 # The values of the loop's variables, the draws of each random stream, the failed check, and whether
 # there was a round.
 _Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array]
+
+
+class _Raises(Exception):
+    """Each round raises an error of the user's code, so that there is none or the error."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
 class _Loop:
@@ -65,9 +76,14 @@ class _Loop:
         draws = self.trace.draws
         counts = [jnp.asarray(count, jnp.int32) for count in draws]
         code = None if self.failures is None else self.failures.value
-        final, counts, code, ran = jax.lax.while_loop(
-            self._holds, self._step, (self.initial, counts, code, jnp.bool_(False))
-        )
+        try:
+            final, counts, code, ran = jax.lax.while_loop(
+                self._holds, self._step, (self.initial, counts, code, jnp.bool_(False))
+            )
+        except _Raises as raised:
+            self._enter(draws, code)
+            raise_if(truth(self._call(self.test, self.initial)), raised.error)
+            return pytree.unflatten(self.spec, self.leaves)
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
         self._check_condition(final)
@@ -173,7 +189,13 @@ class _Loop:
         self._enter(counts, code)
         self._check_condition(values)
         with self.trace.recording() as effects:
-            out = self._call(self.body, values)
+            try:
+                out = self._call(self.body, values)
+            except Exception as error:
+                if isinstance(error, TpuportError) or is_of_numbers(error) or is_of_jax(error):
+                    raise
+                effects.undo()
+                raise _Raises(error) from None
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
         self._note_same(found)
         self.drawn = self._drew(counts)
