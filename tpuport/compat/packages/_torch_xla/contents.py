@@ -171,7 +171,9 @@ def _distributed() -> dict[str, dict[str, Any]]:
     wrapper = _picked(fsdp, "XlaFullyShardedDataParallel")
     sharding = _without(_own(spmd), "split_over_devices", "sharding_text")
     patches = _picked(spmd, "XLAPatchedLinear", "apply_xla_patch_to_nn_linear")
-    face = {**wrapper, **_picked(fsdp, "checkpoint_module")}
+    states = ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts")
+    joining = _picked(fsdp, *states)
+    face = {**wrapper, **joining, **_picked(fsdp, "checkpoint_module")}
     sharding["PartitionSpec"] = spmd.PartitionSpec
     return {
         "torch_xla.distributed": {},
@@ -186,7 +188,7 @@ def _distributed() -> dict[str, dict[str, Any]]:
         "torch_xla.experimental.xla_sharding": sharding,  # its name before 2.2
         "torch_xla.distributed.fsdp": face,
         "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": wrapper,
-        "torch_xla.distributed.fsdp.state_dict_utils": {},
+        "torch_xla.distributed.fsdp.state_dict_utils": joining,
         "torch_xla.distributed.fsdp.wrap": _picked(fsdp, *_WRAP),
         "torch_xla.distributed.fsdp.utils": {
             **patches,

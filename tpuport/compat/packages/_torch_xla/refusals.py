@@ -108,12 +108,6 @@ NAMES = {
         _EXPORT: ("get_stablehlo", "get_stablehlo_bytecode"),
         _INTERNAL: ("DeviceContext", "XLA_LIB", "check_view_sharing"),
     },
-    "torch_xla.distributed.fsdp": {
-        _CHECKPOINT: ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"),
-    },
-    "torch_xla.distributed.fsdp.state_dict_utils": {
-        _CHECKPOINT: ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"),
-    },
     "torch_xla.distributed.fsdp.utils": {
         _INTERNAL: (
             *("BucketizedReduceScatter", "DummyReduceScatter", "dummy_all_gather"),
