@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from tpuport.cli.app import app
 from tpuport.compat.emulated.replica_processes import run_replicas
 
 ROOT = Path(__file__).parents[2]
@@ -169,6 +171,17 @@ def test_wrong_use_is_explained_and_an_error_ends_all(tmp_path):
     assert "ValueError: replica 1 is at fault" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert "tpuport run: replica 1 of 2 ended with exit status 1" in done.stderr
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_launcher_around_it_is_refused(monkeypatch, tmp_path, replicas: str):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    given = ["run", "--replicas", replicas, str(tmp_path / "train.py")]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert re.search(r"rank 1 of 4.*--replicas 4", " ".join(result.output.split()))
 
 
 # Without torch: what matters here is which processes are left.
