@@ -45,7 +45,7 @@ _FACE = (
     *("device", "devices", "real_devices", "device_count", "sync", "step", "compile"),
     *("manual_seed", "launch"),
 )
-_OLD_NAMES = ("get_ordinal", "xrt_world_size", "_maybe_convert_to_cpu")
+_OLD_NAMES = ("get_ordinal", "xrt_world_size", "_maybe_convert_to_cpu", "_fetch_gradients")
 # Environment variables whose name differs from the constant's.
 _OTHER_VARIABLES = {
     "TPU_MESH_CTLER_ADDR": "TPU_MESH_CONTROLLER_ADDRESS",

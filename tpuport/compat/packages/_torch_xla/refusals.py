@@ -104,7 +104,7 @@ NAMES = {
         ),
     },
     "torch_xla.core.xla_model": {
-        _PROCESSES: ("send", "recv", "set_replication", "xla_replication_devices"),
+        _PROCESSES: ("send", "recv", "xla_replication_devices"),
         _EXPORT: ("get_stablehlo", "get_stablehlo_bytecode"),
         _INTERNAL: ("DeviceContext", "XLA_LIB", "check_view_sharing"),
     },
