@@ -19,7 +19,7 @@ import torch
 from tpuport.foundation.errors import CheckpointError
 from tpuport.foundation.pytree import walk
 from tpuport.weights.read import Extent, OpenFile
-from tpuport.weights.torch_xla_files import METADATA, REFERENCE, TensorReference, resolved
+from tpuport.weights.torch_xla_files import METADATA, REFERENCE, SavedNumber, resolved
 
 # Keys under which training scripts and frameworks put the weights, most telling first.
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
@@ -88,7 +88,7 @@ def load_whole(file: OpenFile, *, mmap: bool = False) -> Any:
 
 def _refers(found: Any) -> bool:
     nodes = walk([found], _parts)
-    return any(isinstance(node, TensorReference) for node in nodes)
+    return any(isinstance(node, SavedNumber) for node in nodes)
 
 
 def _parts(node: Any) -> list[Any]:
@@ -99,7 +99,7 @@ def _parts(node: Any) -> list[Any]:
 
 def _load(file: OpenFile, **options: Any) -> Any:
     try:
-        with torch.serialization.safe_globals([(TensorReference, REFERENCE)]):
+        with torch.serialization.safe_globals([(SavedNumber, REFERENCE)]):
             return torch.load(file.path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise _refused(file, str(error)) from error

@@ -177,7 +177,7 @@ def _checked(value: Joined, name: str) -> Joined:
 REFERENCE = "torch_xla.utils.serialization.TensorReference"
 
 
-class TensorReference:
+class SavedNumber:
     """Stands for torch_xla's class of this name: the number of a tensor in a file of its own."""
 
     tid: Any = None
@@ -194,7 +194,7 @@ def resolved(found: Any, path: Path, load: Callable[[Path], Any]) -> Any:
     Raises:
         CheckpointError: a file is missing, or holds no tensor.
     """
-    if isinstance(found, TensorReference):
+    if isinstance(found, SavedNumber):
         if not isinstance(found.tid, int):
             raise CheckpointError(f"{path} refers to the tensor {found.tid!r}, expected a number")
         place = Path(f"{path}.tensors") / f"tensor_{found.tid}.pt"
