@@ -68,6 +68,25 @@ def training(rank, size, device):
     return found
 
 
+def accumulation(rank, size, device):
+    """Train with DDP, two parts of a batch a step, the first without a sync, and with buffers."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to(device)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    found = []
+    for step in torch.randn(2, 2, 16, 3, generator=torch.Generator().manual_seed(0)):
+        first, second = (half[rank::size].to(device) for half in step)
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            ddp(first).pow(3).mean().backward()
+        found.append(model[0].weight.grad.clone())
+        ddp(second).pow(3).mean().backward()
+        found.append(model[0].weight.grad.clone())
+        optimizer.step()
+    return found, model.state_dict()
+
+
 def group(rank, size, device):
     x = torch.arange(2.0, device=device) + rank
     dist.all_reduce(x)
@@ -82,6 +101,7 @@ def main(rank, folder):
     dist.init_process_group("xla", init_method="xla://")
     device, size = xm.xla_device(), xr.world_size()
     found = {
+        "accumulation": accumulation(rank, size, device),
         "collectives": collectives(rank, size, device),
         "training": training(rank, size, device),
         "group": group(rank, size, device),

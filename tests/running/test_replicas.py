@@ -1,5 +1,6 @@
 """`tpuport run --replicas N`: torch_xla's collectives among processes, and how a run ends."""
 
+import copy
 import os
 import re
 import signal
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from tpuport.cli.app import app
 from tpuport.compat.emulated.replica_processes import run_replicas
 
 ROOT = Path(__file__).parents[2]
@@ -20,14 +23,14 @@ SCRIPT = Path(__file__).parent / "replica_script.py"
 TPUPORT = "from tpuport.cli.app import app; app()"
 
 
-def command(*arguments: str | Path) -> list[str]:
-    return [sys.executable, "-c", TPUPORT, "run", "--replicas", "2", *map(str, arguments)]
+def command(*arguments: str | Path, size: int = 2) -> list[str]:
+    return [sys.executable, "-c", TPUPORT, "run", "--replicas", str(size), *map(str, arguments)]
 
 
-def run(folder: Path, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str | Path, size: int = 2) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     return subprocess.run(
-        command(*arguments),
+        command(*arguments, size=size),
         cwd=folder,
         env=environment,
         capture_output=True,
@@ -96,6 +99,77 @@ def test_training_equals_that_of_the_whole_batch(found):
     for one in found:
         np.testing.assert_allclose(one["training"]["xm"], wanted, rtol=1e-5)
         np.testing.assert_allclose(one["training"]["ddp"], wanted, rtol=1e-5)
+
+
+def accumulated(size: int) -> list:
+    """What each of some replicas of DDP gets, from copies of the model in one process."""
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    copies = [copy.deepcopy(first) for _ in range(size)]
+    found: list = [[] for _ in copies]
+    for step in torch.randn(2, 2, 16, 3, generator=torch.Generator().manual_seed(0)):
+        for one in copies[1:]:
+            # The forward pass of the first part takes the buffers of replica 0.
+            one[1].load_state_dict({**one[1].state_dict(), **dict(copies[0][1].named_buffers())})
+        for half in range(2):
+            for rank, one in enumerate(copies):
+                one(step[half][rank::size]).pow(3).mean().backward()
+            for params in zip(*(one.parameters() for one in copies), strict=True):
+                mean = sum(param.grad for param in params) / size
+                for param in params if half else ():
+                    param.grad = mean.clone()
+            for one, got in zip(copies, found, strict=True):
+                got.append(one[0].weight.grad.clone())
+        with torch.no_grad():
+            for param in (param for one in copies for param in one.parameters()):
+                param -= 0.1 * param.grad
+                param.grad = None
+    return [(got, one.state_dict()) for got, one in zip(found, copies, strict=True)]
+
+
+def check_accumulation(found: list) -> None:
+    for got, wanted in zip(found, accumulated(len(found)), strict=True):
+        # Gradients of a cube through BatchNorm are sums that nearly cancel.
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_ddp_accumulates_without_a_sync_and_takes_buffers_of_the_first(found):
+    check_accumulation([one["accumulation"] for one in found])
+
+
+FOUR = """
+import runpy, sys
+import torch, torch.distributed as dist
+import torch_xla.core.xla_model as xm, torch_xla.runtime as xr
+one = runpy.run_path(sys.argv[1])
+dist.init_process_group("xla", init_method="xla://")
+rank, size, device = xr.global_ordinal(), xr.world_size(), xm.xla_device()
+x = torch.arange(8.0, device=device).view(4, 2) * 10**rank
+pairs = [[0, 3], [1, 2]]
+found = {
+    "accumulation": one["accumulation"](rank, size, device),
+    "sum": xm.all_reduce("sum", x),
+    "pair": xm.all_reduce("sum", x, groups=pairs),
+    "part": xm.reduce_scatter("sum", x, 1.0, 0, size),
+    "turned": xm.collective_permute(x, [[r, (r + 1) % 4] for r in range(4)]),
+}
+xm.save(found, f"{sys.argv[2]}/{rank}.pt", master_only=False)
+"""
+
+
+@pytest.mark.slow
+def test_four_replicas(tmp_path):
+    (tmp_path / "four.py").write_text(FOUR)
+    done = run(tmp_path, "four.py", SCRIPT, tmp_path, size=4)
+    assert done.returncode == 0, done.stderr
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    check_accumulation([one["accumulation"] for one in found])
+    x = torch.arange(8.0).view(4, 2)
+    for rank, one in enumerate(found):
+        assert torch.equal(one["sum"], x * 1111)
+        assert torch.equal(one["pair"], x * (1001 if rank in (0, 3) else 110))
+        assert torch.equal(one["part"], x[rank : rank + 1] * 1111)
+        assert torch.equal(one["turned"], x * 10 ** ((rank - 1) % 4))
 
 
 def test_a_group_of_torch_distributed_has_the_replicas(found):
@@ -169,6 +243,17 @@ def test_wrong_use_is_explained_and_an_error_ends_all(tmp_path):
     assert "ValueError: replica 1 is at fault" in done.stderr
     assert done.stderr.count("Traceback") == 1
     assert "tpuport run: replica 1 of 2 ended with exit status 1" in done.stderr
+
+
+@pytest.mark.parametrize("replicas", ["1", "2"])
+def test_a_launcher_around_it_is_refused(monkeypatch, tmp_path, replicas: str):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    (tmp_path / "train.py").write_text("raise AssertionError")
+    given = ["run", "--replicas", replicas, str(tmp_path / "train.py")]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 2
+    assert re.search(r"rank 1 of 4.*--replicas 4", " ".join(result.output.split()))
 
 
 # Without torch: what matters here is which processes are left.

@@ -195,8 +195,7 @@ def run(
     the script's own status.
     """
     with errors_as_exit_codes("tpuport run"):
-        if replicas > 1:
-            _start_replicas(replicas)
+        _start_replicas(replicas)
         from tpuport.compat.runner.run import RunTarget
         from tpuport.compat.runner.run import run as run_program
 
@@ -222,8 +221,13 @@ def run(
 
 
 def _start_replicas(count: int) -> None:
-    """Run this command in a process for each replica, unless this is one."""
-    from tpuport.compat.emulated.replica_processes import is_replica, run_replicas
+    """Run this command in a process for each replica, if there are several and this is none."""
+    from tpuport.compat.emulated.replica_processes import (
+        is_replica,
+        refuse_launcher,
+        run_replicas,
+    )
 
-    if not is_replica():
+    refuse_launcher()
+    if count > 1 and not is_replica():
         raise typer.Exit(run_replicas(count, [sys.executable, *sys.orig_argv[1:]]))

@@ -20,6 +20,9 @@ from tpuport.training.microbatches import in_parts
 from tpuport.training.state import TrainState
 from tpuport.training.step_function import Batch, Training, known_values, measured
 
+# The program runs once: on a CPU compiling it well takes longer than it does.
+_ONCE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
 
 def compare_first(training: Training, state: TrainState, call: PlacedArguments) -> None:
     """Compare the gradients of a method's first step with eager PyTorch's, if the model verifies.
@@ -64,7 +67,9 @@ def _of_program(
         return measured(whole, state.frozen, batch, params, state.buffers, key, values)[0], None
 
     with training.ported._precision_scope():
-        _, made, has_gradient = jax.jit(value_and_grad(loss))(state.params)
+        options = _ONCE if jax.default_backend() == "cpu" else None
+        run = jax.jit(value_and_grad(loss), compiler_options=options)
+        _, made, has_gradient = run(state.params)
     return gradients.by_parameter(made, has_gradient)
 
 

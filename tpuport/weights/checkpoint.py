@@ -14,10 +14,11 @@ from tpuport.weights import torch_file
 from tpuport.weights.locate import SAFETENSORS, Located, locate
 from tpuport.weights.read import Bounds, Extent, OpenFile, TensorInfo, bounds_of
 from tpuport.weights.safetensors_file import Header, read_header
+from tpuport.weights.torch_xla_files import Joined, Shard, joined
 
 _ATTEMPTS = 20
 
-Value = Extent | torch.Tensor | jax.Array | np.ndarray
+Value = Extent | Joined | torch.Tensor | jax.Array | np.ndarray
 
 
 class Checkpoint(Mapping[str, TensorInfo]):
@@ -97,7 +98,7 @@ class Checkpoint(Mapping[str, TensorInfo]):
     def read_bounds(self, name: str, bounds: Bounds | None) -> torch.Tensor:
         """Read like `read`, with the first and last + 1 index in each dimension."""
         value = self._values[name]
-        if isinstance(value, Extent):
+        if isinstance(value, (Extent, Joined)):
             return value.read(bounds)
         if isinstance(value, torch.Tensor):
             part = value.detach()
@@ -137,7 +138,8 @@ def open_checkpoint(
     Args:
         path: A `.safetensors` file, a torch file (`.pt`, `.pth`, `.bin`, `.ckpt`), an index of
             shards (`model.safetensors.index.json`), or a directory as `save_pretrained` writes it;
-            safetensors are preferred.
+            safetensors are preferred. The shards of torch_xla's FSDP are a directory of nothing
+            else, or a pattern of names (`out/rank-*.pth`).
         variant: The variant of a directory's weights, such as `"fp16"`.
         subfolder: The part of a directory, such as `"transformer"` of a diffusers pipeline.
         key: The key of the weights in a torch file, with dots between nested keys. Not needed if
@@ -211,10 +213,36 @@ def _open_safetensors(path: Path, located: Located) -> Checkpoint:
 def _open_torch(path: Path, located: Located, key: str | None) -> Checkpoint:
     scans = {file.name: torch_file.scan(OpenFile(file), key) for file in located.files}
     names_in = {file: list(scan.tensors) for file, scan in scans.items()}
+    if any(scan.shard is not None for scan in scans.values()):
+        return _open_shards(path, located, scans)
+    if located.weight_map is None and len(scans) > 1:
+        msg = (
+            f"{path} is {len(scans)} files without an index, and they are not the shards of"
+            " torch_xla's FSDP; pass the file that you mean"
+        )
+        raise CheckpointError(msg)
     _check_index(located, names_in)
     values = {name: value for scan in scans.values() for name, value in scan.tensors.items()}
     made = Checkpoint(path, values, located, next(iter(scans.values())).key)
     made.names_in = names_in
+    return made
+
+
+def _open_shards(
+    path: Path, located: Located, scans: Mapping[str, torch_file.TorchFile]
+) -> Checkpoint:
+    """Open the shards of torch_xla's FSDP as the module that was wrapped."""
+    plain = [name for name, scan in scans.items() if scan.shard is None]
+    if plain:
+        msg = f"{path} has shards of torch_xla's FSDP and {plain[0]}, which is none; take it away"
+        raise CheckpointError(msg)
+    found = [
+        Shard(file, scan.tensors, scan.shard or {})
+        for file, scan in zip(located.files, scans.values(), strict=True)
+    ]
+    values = joined(found)
+    made = Checkpoint(path, values, located, next(iter(scans.values())).key)
+    made.names_in = {located.files[0].name: list(values)}
     return made
 
 

@@ -1,5 +1,6 @@
 """The files behind a path: one file, an index with its shards, or a directory of either."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,8 @@ def locate(path: str | Path, *, variant: str | None = None, subfolder: str = "")
     """
     root = Path(path)
     asked = root / subfolder if subfolder else root
+    if not asked.exists() and (matching := _matching(asked)):
+        return Located(matching)
     if not asked.exists():
         msg = (
             f"{asked} does not exist; a name on the Hugging Face hub has to be downloaded first"
@@ -53,11 +56,30 @@ def locate(path: str | Path, *, variant: str | None = None, subfolder: str = "")
         )
         raise CheckpointError(msg)
     if asked.is_dir():
+        shards = _rank_files(asked) if variant is None else ()
+        if shards:
+            return Located(shards)
         asked = _in_directory(asked, variant)
     elif variant is not None:
         msg = f"variant={variant!r} chooses among the files of a directory, and {asked} is a file"
         raise CheckpointError(msg)
     return _read_index(asked) if asked.name.endswith(".json") else Located((asked,))
+
+
+def _matching(pattern: Path) -> tuple[Path, ...]:
+    """Return the torch files that a pattern names."""
+    if "*" not in pattern.name or not pattern.parent.is_dir():
+        return ()
+    return tuple(sorted(p for p in pattern.parent.glob(pattern.name) if p.suffix in TORCH))
+
+
+def _rank_files(folder: Path) -> tuple[Path, ...]:
+    """Return the files of a directory, if they differ in their numbers only: one for each rank."""
+    if any((folder / name).exists() for name in _candidates(None)):
+        return ()
+    files = tuple(sorted(p for p in folder.iterdir() if p.suffix in TORCH))
+    alike = {re.sub(r"\d+", "0", p.name) for p in files}
+    return files if len(files) > 1 and len(alike) == 1 else ()
 
 
 def is_weights(name: str) -> bool:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from tpuport.foundation.errors import CheckpointError
+from tpuport.foundation.pytree import walk
 from tpuport.weights.read import Extent, OpenFile
+from tpuport.weights.torch_xla_files import METADATA, REFERENCE, SavedNumber, resolved
 
 # Keys under which training scripts and frameworks put the weights, most telling first.
 _KEYS = ("state_dict", "model_state_dict", "model", "module")
@@ -30,10 +32,12 @@ class TorchFile:
     Attributes:
         tensors: The place of each tensor, or its value if the file can only be read all at once.
         key: The key of the weights; None if they are the top level.
+        shard: The `shard_metadata` of a shard that torch_xla's FSDP saved.
     """
 
     tensors: dict[str, Extent | torch.Tensor]
     key: str | None
+    shard: Mapping[str, Any] | None = None
 
 
 def scan(file: OpenFile, key: str | None) -> TorchFile:
@@ -55,14 +59,19 @@ def scan(file: OpenFile, key: str | None) -> TorchFile:
 
         with FakeTensorMode():
             found = _load(file)
+        if _refers(found):
+            # Tensors in files of their own, as torch_xla.utils.serialization saves them.
+            records, found = None, load_whole(file)
+    shard = found.get(METADATA) if isinstance(found, Mapping) else None
+    shard = shard if isinstance(shard, Mapping) else None
     key, weights = find_weights(found, key, file)
     if records is not None and any(t.is_conj() or t.is_neg() for t in weights.values()):
         # With lazy conj and neg bits the bytes in the file are not the values.
         records, weights = None, find_weights(load_whole(file), key, file)[1]
     if records is None:
-        return TorchFile({**weights}, key)
+        return TorchFile({**weights}, key, shard)
     extents = {name: _extent(file, name, tensor, records) for name, tensor in weights.items()}
-    return TorchFile({**extents}, key)
+    return TorchFile({**extents}, key, shard)
 
 
 def load_whole(file: OpenFile, *, mmap: bool = False) -> Any:
@@ -71,12 +80,27 @@ def load_whole(file: OpenFile, *, mmap: bool = False) -> Any:
     Raises:
         CheckpointError: the file is damaged or would run code.
     """
-    return _load(file, mmap=mmap, map_location="cpu")
+    found = _load(file, mmap=mmap, map_location="cpu")
+    if not _refers(found):
+        return found
+    return resolved(found, file.path, lambda path: _load(OpenFile(path), map_location="cpu"))
+
+
+def _refers(found: Any) -> bool:
+    nodes = walk([found], _parts)
+    return any(isinstance(node, SavedNumber) for node in nodes)
+
+
+def _parts(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return list(node.values())
+    return list(node) if isinstance(node, (list, tuple)) else []
 
 
 def _load(file: OpenFile, **options: Any) -> Any:
     try:
-        return torch.load(file.path, weights_only=True, **options)
+        with torch.serialization.safe_globals([(SavedNumber, REFERENCE)]):
+            return torch.load(file.path, weights_only=True, **options)
     except pickle.UnpicklingError as error:
         raise _refused(file, str(error)) from error
     except (

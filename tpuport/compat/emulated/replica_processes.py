@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
+from tpuport.foundation.errors import UsageError
+
 # What each replica is told: "rank:size:pipe:folder".
 VARIABLE = "TPUPORT_REPLICA"
 _POLL_SECONDS = 0.05
@@ -23,6 +25,24 @@ _INTERRUPTED = 130
 def is_replica() -> bool:
     """Return whether this process was started as a replica."""
     return VARIABLE in os.environ
+
+
+def refuse_launcher() -> None:
+    """Refuse a process that a launcher of processes started, as torchrun does.
+
+    Raises:
+        UsageError: it is one of several. Each would take itself for the only one.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if is_replica() or size in ("", "0", "1"):
+        return
+    number = os.environ.get("RANK", "?")
+    raise UsageError(
+        f"a launcher such as torchrun started this process as rank {number} of {size} (RANK,"
+        " WORLD_SIZE), and tpuport run starts the processes itself. What to do: run"
+        f" tpuport run --replicas {size} SCRIPT, without the launcher; if nothing launched it,"
+        " unset WORLD_SIZE"
+    )
 
 
 def run_replicas(size: int, command: Sequence[str]) -> int:

@@ -45,7 +45,7 @@ _FACE = (
     *("device", "devices", "real_devices", "device_count", "sync", "step", "compile"),
     *("manual_seed", "launch"),
 )
-_OLD_NAMES = ("get_ordinal", "xrt_world_size", "_maybe_convert_to_cpu")
+_OLD_NAMES = ("get_ordinal", "xrt_world_size", "_maybe_convert_to_cpu", "_fetch_gradients")
 # Environment variables whose name differs from the constant's.
 _OTHER_VARIABLES = {
     "TPU_MESH_CTLER_ADDR": "TPU_MESH_CONTROLLER_ADDRESS",
@@ -171,7 +171,9 @@ def _distributed() -> dict[str, dict[str, Any]]:
     wrapper = _picked(fsdp, "XlaFullyShardedDataParallel")
     sharding = _without(_own(spmd), "split_over_devices", "sharding_text")
     patches = _picked(spmd, "XLAPatchedLinear", "apply_xla_patch_to_nn_linear")
-    face = {**wrapper, **_picked(fsdp, "checkpoint_module")}
+    states = ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts")
+    joining = _picked(fsdp, *states)
+    face = {**wrapper, **joining, **_picked(fsdp, "checkpoint_module")}
     sharding["PartitionSpec"] = spmd.PartitionSpec
     return {
         "torch_xla.distributed": {},
@@ -186,7 +188,7 @@ def _distributed() -> dict[str, dict[str, Any]]:
         "torch_xla.experimental.xla_sharding": sharding,  # its name before 2.2
         "torch_xla.distributed.fsdp": face,
         "torch_xla.distributed.fsdp.xla_fully_sharded_data_parallel": wrapper,
-        "torch_xla.distributed.fsdp.state_dict_utils": {},
+        "torch_xla.distributed.fsdp.state_dict_utils": joining,
         "torch_xla.distributed.fsdp.wrap": _picked(fsdp, *_WRAP),
         "torch_xla.distributed.fsdp.utils": {
             **patches,

@@ -1,6 +1,7 @@
 """FSDP: version 2 by spmd, and version 1, whose module is one shard of one."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from tpuport.compat.packages._torch_xla.checkpoint import checkpoint
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.device_mark import XLA
 from tpuport.tracing.core.errors import port_error
+from tpuport.weights.checkpoint import open_checkpoint
+from tpuport.weights.torch_xla_files import Shard, joined
 
 # From here on, each function and class is named and called as in torch_xla.
 
@@ -249,6 +252,34 @@ class XlaFullyShardedDataParallel(_Wrapper):
             "get_shard_metadata: the parameters are not sharded among one replica",
             remedy="save model.state_dict() alone",
         )
+
+
+def consolidate_sharded_state_dicts(
+    state_dict_list: list[dict[str, Any]], shard_metadata: dict[str, Any]
+) -> OrderedDict[str, torch.Tensor]:
+    """Return the state of the module that was wrapped, from the states of all ranks in order."""
+    shards = [
+        Shard("state_dict_list", state, {**shard_metadata, "rank": rank})
+        for rank, state in enumerate(state_dict_list)
+    ]
+    values = joined(shards)
+    return OrderedDict(
+        (name, value if isinstance(value, torch.Tensor) else value.read())
+        for name, value in values.items()
+    )
+
+
+def consolidate_sharded_model_checkpoints(
+    ckpt_prefix: str, ckpt_suffix: str = "*.pth", save_path: str = "", save_model: bool = True
+) -> tuple[OrderedDict[str, torch.Tensor], str | None]:
+    """Return the state of the module that was wrapped, from files; no code in them is run."""
+    opened = open_checkpoint(ckpt_prefix + ckpt_suffix, key="model")
+    state = OrderedDict((name, opened.read(name)) for name in opened)
+    if not save_model:
+        return state, None
+    place = save_path or f"{ckpt_prefix}_consolidated.pth"
+    torch.save({"model": state}, place)
+    return state, place
 
 
 def checkpoint_module(module: torch.nn.Module) -> torch.nn.Module:

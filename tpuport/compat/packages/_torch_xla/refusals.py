@@ -104,15 +104,9 @@ NAMES = {
         ),
     },
     "torch_xla.core.xla_model": {
-        _PROCESSES: ("send", "recv", "set_replication", "xla_replication_devices"),
+        _PROCESSES: ("send", "recv", "xla_replication_devices"),
         _EXPORT: ("get_stablehlo", "get_stablehlo_bytecode"),
         _INTERNAL: ("DeviceContext", "XLA_LIB", "check_view_sharing"),
-    },
-    "torch_xla.distributed.fsdp": {
-        _CHECKPOINT: ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"),
-    },
-    "torch_xla.distributed.fsdp.state_dict_utils": {
-        _CHECKPOINT: ("consolidate_sharded_model_checkpoints", "consolidate_sharded_state_dicts"),
     },
     "torch_xla.distributed.fsdp.utils": {
         _INTERNAL: (

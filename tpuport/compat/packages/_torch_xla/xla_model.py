@@ -105,6 +105,17 @@ def wait_device_ops(devices: Any = ()) -> None:
     runtime.wait_device_ops()
 
 
+def set_replication(device: Any, devices: Any) -> None:
+    """Do nothing: the replicas are those of the run."""
+    del device, devices
+
+
+def _fetch_gradients(optimizer: Any) -> list[torch.Tensor]:
+    """Return the gradients of an optimizer's parameters; accelerate averages them itself."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param.grad for param in params if param.grad is not None]
+
+
 def optimizer_step(
     optimizer: Any,
     barrier: bool = False,
