@@ -91,6 +91,30 @@ def for_each(
     return operands
 
 
+def for_range(
+    numbers: range, body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run `for number in numbers: operands = body(number, *operands)`.
+
+    Args:
+        numbers: What the loop counts.
+        body: Function called with each number and the loop's carried values; returns these as a
+            tuple. In a program a tensor that each round makes longer becomes a buffer, and the body
+            is compiled once, where that is proved to be the same.
+        operands: The carried values at the start.
+
+    Returns:
+        The carried values at the end.
+    """
+    if any(is_traced(value) and not is_plain(value) for value in operands):
+        from tpuport.tracing.control_flow.growing_loop import traced_range
+
+        return traced_range(numbers, body, operands)
+    for number in numbers:
+        operands = body(number, *operands)
+    return operands
+
+
 def check(test: Any, make_error: Callable[[], Any]) -> None:
     """Run `if test: raise make_error()`.
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 import jax
 
@@ -56,7 +57,9 @@ class SpeculationLog:
     a later write depends on which tensor came out. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
-    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
+    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one. `loops` are
+    the loops over a range that were met, with how a round changes their variables (None: not in
+    one way).
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -68,6 +71,7 @@ class SpeculationLog:
     watch_draws: bool = False
     chooses: bool = False
     numbers: set[str] = field(default_factory=set)
+    loops: dict[Any, Any] = field(default_factory=dict)
     host_args: frozenset[int] = frozenset()
     widened: int = 0
 
