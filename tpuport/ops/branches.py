@@ -106,13 +106,22 @@ def for_range(
     Returns:
         The carried values at the end.
     """
-    if any(is_traced(value) and not is_plain(value) for value in operands):
+    if _holds_traced(operands):
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
         return traced_range(numbers, body, operands)
     for number in numbers:
         operands = body(number, *operands)
     return operands
+
+
+def _holds_traced(value: Any) -> bool:
+    """Return whether a value, or a part of a container, belongs to a trace of tpuport's."""
+    if isinstance(value, (list, tuple)):
+        return any(_holds_traced(part) for part in value)
+    if isinstance(value, dict):
+        return any(_holds_traced(part) for part in value.values())
+    return is_traced(value) and not is_plain(value)
 
 
 def check(test: Any, make_error: Callable[[], Any]) -> None:

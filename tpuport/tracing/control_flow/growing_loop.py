@@ -7,8 +7,10 @@ body has to prove on the buffers that its variables change as they did. Any othe
 Python, round by round.
 """
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import CellType, FunctionType
 from typing import Any
 
 import jax
@@ -25,7 +27,7 @@ from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.sym_node import Linear, NumberNode
-from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, wrap
+from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, version, wrap
 from tpuport.tracing.core.transforms import transforming
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, note_dynamic, strip
@@ -33,6 +35,8 @@ from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, note_dyna
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
+# Numbers are computed in 32 bits.
+_LARGEST = 1 << 30
 
 _Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None]
 
@@ -77,25 +81,28 @@ def traced_range(
     loops, site = trace.explorer.plan.loops, user_line()
     key = (site, numbers, tuple(_described(leaf) for leaf in leaves))
     if key not in loops:
-        found, operands = _observed(numbers[:_SEEN_ROUNDS], body, operands)
-        loops[key] = found
-        if found is not None:
+        loops[key], operands = _observed(numbers[:_SEEN_ROUNDS], body, operands)
+        if not isinstance(loops[key], str):
             raise RestartTrace()
-        return _unrolled(numbers[_SEEN_ROUNDS:], body, operands)
-    if loops[key] is None:
+        numbers = numbers[_SEEN_ROUNDS:]
+    if isinstance(loops[key], str):
+        trace.explorer.branches[site] = f"{len(key[1])} rounds compiled one by one: {loops[key]}"
         return _unrolled(numbers, body, operands)
     trace.explorer.branches[site] = f"one lax.scan of {len(numbers)} rounds, with growing tensors"
     try:
         return _Growing(trace, numbers, body, operands, loops[key]).run()
     except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
         # The loop is what it was before: Python runs it.
-        loops[key] = None
+        loops[key] = _reason(error)
         raise RestartTrace() from error
 
 
-def _unrolled(
-    numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...]
-) -> tuple[Any, ...]:
+def _reason(error: Exception) -> str:
+    text = error.message if isinstance(error, PortError) else str(error)
+    return text.partition("\n")[0]
+
+
+def _unrolled(numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
     for number in numbers:
         operands = body(number, *operands)
     return operands
@@ -109,21 +116,25 @@ def _described(leaf: Any) -> Any:
 
 def _observed(
     numbers: range, body: Callable[..., Any], operands: tuple[Any, ...]
-) -> tuple[list[_Plain] | None, tuple[Any, ...]]:
+) -> tuple[list[_Plain] | str, tuple[Any, ...]]:
     """Run some rounds. Return how each of them changes the variables, and these after them.
 
-    How is None if the rounds differ, no tensor grows, or a round changes Python values.
+    How is a text if the rounds differ, no tensor grows, or a round changes Python values.
     """
-    states, snapshot = [operands], Snapshot(_reached(body))
+    states, watch = [operands], _Watch(body)
     for number in numbers:
         states.append(body(number, *states[-1]))
     flat = [pytree.flatten(tuple(s), leaf=branch_leaf, shared=False) for s in states]
-    if any(spec.key != flat[0][1].key for _, spec in flat) or any(snapshot.changes()):
-        return None, states[-1]
+    if any(spec.key != flat[0][1].key for _, spec in flat):
+        return "a variable gets another structure", states[-1]
+    if watch.has_iterator or watch.changed():
+        return "a round changes Python values that are no variables of the loop", states[-1]
     found = [_change(list(seen)) for seen in zip(*(leaves for leaves, _ in flat), strict=True)]
     kept = [one for one in found if one is not None]
+    if len(kept) < len(found):
+        return "the rounds do not change the variables alike", states[-1]
     grows = any(one.dim is not None for one in kept)
-    return (kept if grows and len(kept) == len(found) else None), states[-1]
+    return (kept if grows else "no variable grows"), states[-1]
 
 
 def _change(seen: list[Any]) -> _Plain | None:
@@ -134,9 +145,9 @@ def _change(seen: list[Any]) -> _Plain | None:
     if isinstance(first, torch.Tensor):
         return _growth(seen) if all(isinstance(one, torch.Tensor) for one in seen) else None
     if type(first) is int:
-        steps = {b - a for a, b in zip(seen, seen[1:], strict=False)}
+        steps = {b - a for a, b in itertools.pairwise(seen)}
         return _Plain(first, steps.pop()) if len(steps) == 1 else None
-    is_known = type(first) in (bool, float) and all(one == first for one in seen)
+    is_known = type(first) in (bool, float) and len(set(map(repr, seen))) == 1
     return _Plain(first) if is_known else None
 
 
@@ -150,19 +161,47 @@ def _growth(seen: list[torch.Tensor]) -> _Plain | None:
     if not dims:
         return _Plain(sizes[0], dtype=seen[0].dtype, flow=flow)
     along = [size[dims[0]] for size in sizes]
-    steps = {b - a for a, b in zip(along, along[1:], strict=False)}
+    steps = {b - a for a, b in itertools.pairwise(along)}
     if len(dims) > 1 or len(steps) > 1 or min(steps) < 1:
         return None
     return _Plain(sizes[0], steps.pop(), dims[0], seen[0].dtype, flow)
 
 
-def _reached(body: Callable[..., Any]) -> list[Any]:
-    """Return what a round may change besides its variables: the values of its closure."""
-    cells = getattr(body, "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if _is_bound(cell)]
+class _Watch:
+    """What a round may change besides its variables: all that its function reaches."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        self.cells = _cells(body)
+        self.held = [cell.cell_contents for cell in self.cells]
+        self.snapshot = Snapshot(self.held)
+
+    @property
+    def has_iterator(self) -> bool:
+        """Return whether it reaches an iterator, whose position nothing shows."""
+        return any(isinstance(value, Iterator) for value, _ in self.snapshot.saved)
+
+    def changed(self) -> bool:
+        """Return whether a Python value is another one now."""
+        pairs = zip(self.cells, self.held, strict=True)
+        is_same = all(_is_bound(cell) and cell.cell_contents is held for cell, held in pairs)
+        return not is_same or any(change is not None for change in self.snapshot.changes())
 
 
-def _is_bound(cell: Any) -> bool:
+def _cells(function: Any) -> list[CellType]:
+    """Return the variables of a function's closure, and of the functions in them."""
+    found: dict[int, CellType] = {}
+    pending = [function]
+    while pending:
+        one = pending.pop()
+        one = getattr(one, "__func__", one)
+        for cell in one.__closure__ or () if isinstance(one, FunctionType) else ():
+            if id(cell) not in found and _is_bound(cell):
+                found[id(cell)] = cell
+                pending.append(cell.cell_contents)
+    return list(found.values())
+
+
+def _is_bound(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018 - it raises
     except ValueError:
@@ -241,7 +280,7 @@ class _Growing:
     def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, None]:
         values, counts, code = carried
         self._enter(counts, code)
-        explorer, snapshot = self.trace.explorer, Snapshot(_reached(self.body))
+        explorer, watch = self.trace.explorer, _Watch(self.body)
         assert explorer is not None
         with self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
@@ -252,8 +291,8 @@ class _Growing:
             first = next(SERIALS)
             out = explorer.run_inside("loop", lambda: self.body(at, *variables), [variables])
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
-        self._refuse_effects(effects, snapshot, spec)
-        _refuse_shared(found, first)
+        self._refuse_effects(effects, watch, spec)
+        self._refuse_shared(inside, found, first)
         pairs = list(zip(found, self.plan, strict=True))
         after = [self._carry(leaf, one, index) for leaf, one in pairs]
         self.drawn = any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
@@ -287,18 +326,30 @@ class _Growing:
     def _next(self, one: _Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
 
-    def _refuse_effects(self, effects: Effects, snapshot: Snapshot, spec: Any) -> None:
+    def _refuse_effects(self, effects: Effects, watch: _Watch, spec: Any) -> None:
         """Refuse a round that does more than return new values of the variables."""
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
-        changed = any(snapshot.changes()) or spec.key != self.spec.key
+        changed = watch.changed() or spec.key != self.spec.key
         if written or effects.rebound or effects.wrote_on_host or changed:
             raise _unproved("a round writes to what is not a variable of the loop")
+
+    def _refuse_shared(self, inside: list[Any], found: list[Any], first: int) -> None:
+        """Refuse writes to variables, and results that share memory with another tensor."""
+        if any(isinstance(leaf, TracedTensor) and version(leaf) for leaf in inside):
+            raise _unproved("a round writes to a tensor that it begins with")
+        storages = [leaf._storage for leaf in found if isinstance(leaf, TracedTensor)]
+        serials = [storage.serial for storage in storages]
+        links = any(list(self.trace.shared.of(storage)) for storage in storages)
+        if links or len(set(serials)) < len(serials) or any(s < first for s in serials):
+            raise _unproved("a variable shares memory with another tensor")
 
 
 def _along(index: NumberNode, start: int, step: int) -> NumberNode:
     """Return the number `start + index * step` as the linear expression that it is."""
     assert index.expr is not None
     ends = (start, start + int(index.high) * step)
+    if max(map(abs, ends)) > _LARGEST:
+        raise _unproved("a Python number is large")
     expr = Linear(start).plus(index.expr.times(step))
     return NumberNode(start + index.value * step, int, min(ends), max(ends), expr)
 
@@ -307,13 +358,6 @@ def _is_number(value: Any, expected: Any) -> bool:
     if isinstance(expected, torch.SymInt) and isinstance(value, torch.SymInt):
         return value.node.expr == expected.node.expr
     return type(value) is type(expected) and value == expected
-
-
-def _refuse_shared(found: list[Any], first: int) -> None:
-    """Refuse variables that share memory with others, or with what is older than the round."""
-    storages = [leaf._storage.serial for leaf in found if isinstance(leaf, TracedTensor)]
-    if len(set(storages)) < len(storages) or any(serial < first for serial in storages):
-        raise _unproved("a variable shares memory with another tensor")
 
 
 def _unproved(why: str) -> PortError:

@@ -57,9 +57,9 @@ class SpeculationLog:
     a later write depends on which tensor came out. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
-    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one. `loops` are
-    the loops over a range that were met, with how a round changes their variables (None: not in
-    one way).
+    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
+    `loops` are the loops over a range that were met, with how a round changes their variables, or a
+    text that says why not in one way.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
