@@ -121,7 +121,7 @@ def _observed(
 
     How is a text if the rounds differ, no tensor grows, or a round changes Python values.
     """
-    states, watch = [operands], _Watch(body)
+    states, watch = [operands], _Reached(body)
     for number in numbers:
         states.append(body(number, *states[-1]))
     flat = [pytree.flatten(tuple(s), leaf=branch_leaf, shared=False) for s in states]
@@ -167,7 +167,7 @@ def _growth(seen: list[torch.Tensor]) -> _Plain | None:
     return _Plain(sizes[0], steps.pop(), dims[0], seen[0].dtype, flow)
 
 
-class _Watch:
+class _Reached:
     """What a round may change besides its variables: all that its function reaches."""
 
     def __init__(self, body: Callable[..., Any]) -> None:
@@ -280,7 +280,7 @@ class _Growing:
     def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, None]:
         values, counts, code = carried
         self._enter(counts, code)
-        explorer, watch = self.trace.explorer, _Watch(self.body)
+        explorer, watch = self.trace.explorer, _Reached(self.body)
         assert explorer is not None
         with self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
@@ -326,7 +326,7 @@ class _Growing:
     def _next(self, one: _Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
 
-    def _refuse_effects(self, effects: Effects, watch: _Watch, spec: Any) -> None:
+    def _refuse_effects(self, effects: Effects, watch: _Reached, spec: Any) -> None:
         """Refuse a round that does more than return new values of the variables."""
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
         changed = watch.changed() or spec.key != self.spec.key
