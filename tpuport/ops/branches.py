@@ -91,6 +91,39 @@ def for_each(
     return operands
 
 
+def for_range(
+    numbers: range, body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run `for number in numbers: operands = body(number, *operands)`.
+
+    Args:
+        numbers: What the loop counts.
+        body: Function called with each number and the loop's carried values; returns these as a
+            tuple. In a program a tensor that each round makes longer becomes a buffer, and the body
+            is compiled once, where that is proved to be the same.
+        operands: The carried values at the start.
+
+    Returns:
+        The carried values at the end.
+    """
+    if _holds_traced(operands):
+        from tpuport.tracing.control_flow.growing_loop import traced_range
+
+        return traced_range(numbers, body, operands)
+    for number in numbers:
+        operands = body(number, *operands)
+    return operands
+
+
+def _holds_traced(value: Any) -> bool:
+    """Return whether a value, or a part of a container, belongs to a trace of tpuport's."""
+    if isinstance(value, (list, tuple)):
+        return any(_holds_traced(part) for part in value)
+    if isinstance(value, dict):
+        return any(_holds_traced(part) for part in value.values())
+    return is_traced(value) and not is_plain(value)
+
+
 def check(test: Any, make_error: Callable[[], Any]) -> None:
     """Run `if test: raise make_error()`.
 

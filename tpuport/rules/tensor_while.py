@@ -10,7 +10,7 @@ from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
-from tpuport.source.syntax.statements import loop_exits, returns
+from tpuport.source.syntax.statements import loop_exits, returns, walk_scope
 from tpuport.source.syntax.text import Edit
 
 
@@ -25,7 +25,9 @@ class TensorWhile(Rule):
 
     `convert` also rewrites `for` loops over rows whose number depends on data, such as the experts
     that some token chose (`for e in hit.nonzero()`): `tpuport.ops.for_each` runs a round for every
-    row that there can be, under a `lax.cond` that asks whether the row is there.
+    row that there can be, under a `lax.cond` that asks whether the row is there. A loop over a
+    range that makes a tensor longer (`x = torch.cat([x, y])`) calls `tpuport.ops.for_range`: its
+    body is compiled once, on a buffer of the last size, where that is proved to be the same.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so asking for its truth raises
@@ -130,10 +132,14 @@ class TensorWhile(Rule):
 
     def visit_For(self, node: ast.For, context: Context) -> None:
         # Only a trace knows whether the number of rows depends on data.
-        if context.is_live and not _is_builtin(node.iter) and context.is_traced(node.iter):
+        if not context.is_live or not context.is_traced(node.iter):
+            return
+        if _is_range(node.iter) or not _is_builtin(node.iter):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        if isinstance(node, ast.For) and _is_range(node.iter):
+            return Fix((_range_edit(node, context),), (OPS,))
         if isinstance(node, ast.For):
             return Fix((_for_edit(node, context),), (OPS,))
         assert isinstance(node, ast.While)
@@ -191,6 +197,38 @@ def _is_builtin(node: ast.expr) -> bool:
 
 def _for_edit(node: ast.For, context: Context) -> Edit:
     """Return the edit that makes a loop over rows a function and a call of `for_each`."""
+    lift = _lifted(node, context, merges=True)
+    if not lift.outputs and not lift.written:
+        raise NotFixable("it changes nothing that is read later")
+    return _call_edit(node, lift, context, "for_each", as_tuple(lift.written))
+
+
+def _is_range(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="range")):
+            return True
+        case _:
+            return False
+
+
+def _range_edit(node: ast.For, context: Context) -> Edit:
+    """Return the edit that makes a loop over a range a function and a call of `for_range`."""
+    for inner in walk_scope(node.body):
+        if isinstance(inner, ast.Yield | ast.YieldFrom | ast.Await | ast.Delete):
+            raise NotFixable("its body yields, awaits or deletes a name")
+    # What else a round changes is seen when it runs.
+    lift = _lifted(node, context, effects=True)
+    if not lift.outputs:
+        raise NotFixable("it changes nothing that is read later")
+    return _call_edit(node, lift, context, "for_range")
+
+
+def _lifted(node: ast.For, context: Context, **options: bool) -> Lift:
+    """Return the names that the body of a loop takes and returns.
+
+    Raises:
+        NotFixable: it would behave differently in a function.
+    """
     flow = context.flow(function_around(node, context))
     if returns(node.body) or node.orelse:
         raise NotFixable("it has an else block" if node.orelse else "its body returns")
@@ -203,16 +241,19 @@ def _for_edit(node: ast.For, context: Context) -> Edit:
     after = flow.after[node] | flow.after[node.body[-1]]
     if read := given & after:
         raise NotFixable(f"{min(read)} is read after the loop")
-    lift = Lift(node, [node.body], context, after=after, given=given, merges=True)
+    lift = Lift(node, [node.body], context, after=after, given=given, **options)
     for name in lift.outputs:
         if name not in lift.bound_before:
             raise NotFixable(f"{name} may be unbound before the loop")
-    if not lift.outputs and not lift.written:
-        raise NotFixable("it changes nothing that is read later")
+    return lift
+
+
+def _call_edit(node: ast.For, lift: Lift, context: Context, function: str, *more: str) -> Edit:
+    """Return the edit that makes the body of a loop a function, and calls one of `ops` with it."""
     state = as_tuple(lift.outputs)
     layout, expressions = Layout(node, context), Expressions(context)
     result = f"return {state}"
-    layout.replaced = dict.fromkeys(exits, result)
+    layout.replaced = dict.fromkeys(loop_exits(node.body), result)
     is_name = isinstance(node.target, ast.Name)
     row = ast.unparse(node.target) if is_name else context.module.fresh_name(node, "row")
     unpacked = None if is_name else layout.line(f"{ast.unparse(node.target)} = {row}", layout.inner)
@@ -221,6 +262,6 @@ def _for_edit(node: ast.For, context: Context) -> Edit:
     parameters = [row, *lift.outputs]
     body = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
     bound = f"{state} = " if lift.outputs else ""
-    arguments = [expressions.copy(node.iter), name, state, as_tuple(lift.written)]
-    call = layout.call(bound, f"{OPS}.for_each", arguments)
+    arguments = [expressions.copy(node.iter), name, state, *more]
+    call = layout.call(bound, f"{OPS}.{function}", arguments)
     return layout.edit([body, call], expressions, gap=True)

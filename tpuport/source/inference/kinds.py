@@ -138,6 +138,8 @@ class _Observed:
         match node:
             case ast.Call(func=ast.Name(id="len")) if self._matches(node):
                 return TRACED  # Of a tensor whose size depends on data.
+            case ast.Call(func=ast.Name(id="range")) if self._is_whole_line(node):
+                return TRACED  # Of a loop that makes a tensor longer.
             case _ if is_surely_host(node):
                 return HOST
             case _:
@@ -159,6 +161,10 @@ class _Observed:
         if isinstance(parent, ast.UnaryOp | ast.BoolOp):
             places.append(parent)
         return any(self._matches(place) for place in places)
+
+    def _is_whole_line(self, node: ast.AST) -> bool:
+        line, _ = self.module.place(node)
+        return Site(line) in self.sites
 
     def _matches(self, node: ast.AST) -> bool:
         line, column = self.module.place(node)

@@ -20,6 +20,8 @@ class Attempts(Protocol):
     host_state: bool
     chooses: bool
     apart: set[str]
+    tried: set[tuple[str, int, int | None]]
+    loops: dict[Any, Any]
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""

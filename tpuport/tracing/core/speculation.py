@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from types import CodeType
+from typing import Any
 
 import jax
 
@@ -57,6 +58,8 @@ class SpeculationLog:
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
     `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
+    `loops` are the loops over a range that were met, with how a round changes their variables, or a
+    text that says why not in one way.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -68,6 +71,7 @@ class SpeculationLog:
     watch_draws: bool = False
     chooses: bool = False
     numbers: set[str] = field(default_factory=set)
+    loops: dict[Any, Any] = field(default_factory=dict)
     host_args: frozenset[int] = frozenset()
     widened: int = 0
 

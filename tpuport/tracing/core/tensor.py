@@ -112,6 +112,8 @@ class TracedTensor(backend.TorchaxTensor):
     _bounds_of: "tuple[Storage, int, tuple[int, int] | None] | None" = None
     # The storage and version that hold ascending integers, as positions and distinct values are.
     _ascends_of: "tuple[Storage, int] | None" = None
+    # Where it was made by joining tensors: see `loop_sites`.
+    _joined_at: "list[Any] | None" = None
     # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from tpuport.tracing.core.context import Trace, current
+from tpuport.tracing.core.loop_sites import note_joined
 from tpuport.tracing.core.op_handler import op_handler
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.tensor import TracedTensor
@@ -45,6 +46,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_dtypes(func, args, kwargs)
     if trace is None or trace.checked or func._opname not in RULES:
         result = _run(trace, func, args, kwargs)
+        if func is aten.cat.default:
+            note_joined(args[0], result)
         if trace is not None and kwargs.get("check_errors"):
             status = (result[-1], func._opname)
             check_values(trace, aten._linalg_check_errors.default, status, {})
