@@ -94,7 +94,11 @@ class FIDInception(nn.Module):
         x = self.Mixed_5d(self.Mixed_5c(self.Mixed_5b(x)))
         x = self.Mixed_6c(self.Mixed_6b(self.Mixed_6a(x)))
         # The graph calls it mixed_6/conv. Its places come before channels.
-        places = self.Mixed_6d.branch1x1(x)[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+        places = (
+            self.Mixed_6d.get_submodule("branch1x1")(x)[:, :SPATIAL_CHANNELS]
+            .permute(0, 2, 3, 1)
+            .flatten(1)
+        )
         x = self.Mixed_6e(self.Mixed_6d(x))
         pool = self.Mixed_7c(self.Mixed_7b(self.Mixed_7a(x))).mean((2, 3))
         return Activations(pool, places, self.fc(pool))

@@ -42,7 +42,7 @@ class LPIPS(nn.Module):
         randomise(self, seed)
         with torch.no_grad():
             for number in range(len(_CHANNELS)):  # published heads are not negative
-                self.get_submodule(f"lin{number}").model[1].weight.abs_()
+                self.get_parameter(f"lin{number}.model.1.weight").abs_()
         self.requires_grad_(False).eval()
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

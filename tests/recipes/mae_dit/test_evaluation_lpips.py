@@ -75,7 +75,7 @@ def test_equals_the_package(model: LPIPS) -> None:
 
 def test_a_pixel_without_an_active_channel_has_a_gradient(model: LPIPS) -> None:
     dead = LPIPS(seed=3)
-    dead.net.slice1[0].bias.fill_(-1e3)  # no channel is active anywhere
+    dead.get_parameter("net.slice1.0.bias").fill_(-1e3)  # no channel is active anywhere
     x = torch.rand(1, 3, 16, 16).requires_grad_()
     dead(x, torch.rand(1, 3, 16, 16)).sum().backward()
     assert x.grad is not None
