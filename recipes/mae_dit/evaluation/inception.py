@@ -60,7 +60,7 @@ class FIDInception(nn.Module):
 
     def __init__(self, seed: int = 0, preparation: Preparation = "pytorch") -> None:
         super().__init__()
-        self.preparation = preparation
+        self.preparation: Preparation = preparation
         self.Conv2d_1a_3x3 = _ConvNorm(3, 32, 3, stride=2)
         self.Conv2d_2a_3x3 = _ConvNorm(32, 32, 3)
         self.Conv2d_2b_3x3 = _ConvNorm(32, 64, 3, padding=1)

@@ -125,9 +125,9 @@ def read_reference(path: str | Path, *, spatial: bool = False) -> tuple[np.ndarr
 
 def write_reference(path: str | Path, pool: Moments, spatial: Moments | None = None) -> None:
     """Write statistics that pytorch-fid and ADM read, to a whole file or none."""
-    found = dict(zip(("mu", "sigma"), pool.gaussian(), strict=True))
+    found: dict[str, np.ndarray] = dict(zip(("mu", "sigma"), pool.gaussian(), strict=True))
     if spatial is not None:
         found |= dict(zip(("mu_s", "sigma_s"), spatial.gaussian(), strict=True))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing_file(Path(path)) as temporary, temporary.open("wb") as file:
-        np.savez(file, **found)  # pyright: ignore[reportArgumentType]
+        np.savez(file, **found)  # pyright: ignore[reportCallIssue, reportArgumentType]
