@@ -1,0 +1,1 @@
+"""Class-conditional diffusion in latents: its losses, samplers and class dropout."""
