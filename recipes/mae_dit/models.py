@@ -193,7 +193,9 @@ def make_autoencoder(config: Config, upstream: Any = None) -> Autoencoder:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         stage_1 = _made(config.arch.stage_1, upstream)
-        connector = None if config.arch.connector is None else _made(config.arch.connector, upstream)
+        connector = (
+            None if config.arch.connector is None else _made(config.arch.connector, upstream)
+        )
     images: Any = Images
     if upstream is not None and type(stage_1).__module__.startswith("rqvae."):
         from recipes.mae_dit.upstream import import_module

@@ -97,9 +97,7 @@ def _decay(
             return CosineAnnealingLR(optimizer, steps, given.min_lr)  # type: ignore[arg-type]
         case "reduce":
             return MultiStepLR(optimizer, [*given.decay_schel] or [int(total)], given.gamma)
-    raise UsageError(
-        f"warmup.decay_mode={given.decay_mode!r}: expected linear, cosine or reduce"
-    )
+    raise UsageError(f"warmup.decay_mode={given.decay_mode!r}: expected linear, cosine or reduce")
 
 
 class _Rising(LRScheduler):

@@ -114,7 +114,9 @@ def batches_of(count: int) -> list[dict[str, torch.Tensor]]:
 NAMES = ("loss", "recon", "latent", "perceptual", "adversarial", "weight_of_it")
 
 
-@pytest.mark.parametrize(("parts", "batch_norm", "loss"), [(1, False, "hinge"), (2, True, "vanilla")])
+@pytest.mark.parametrize(
+    ("parts", "batch_norm", "loss"), [(1, False, "hinge"), (2, True, "vanilla")]
+)
 def test_steps_are_those_of_torch(file, parts, batch_norm, loss):
     """Two steps of the perceptual loss alone, one with a discriminator, two with its opinion."""
     # Adam makes rounding large in gradients that are zero, as those of biases before norms are.
