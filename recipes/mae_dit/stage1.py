@@ -208,6 +208,7 @@ def train(
             )
             if last == limit:
                 break
-    assert step is not None and state is not None
+    assert step is not None
+    assert state is not None
     trained: Any = step.load_state(state, ema=config.arch.ema_decay is not None).to_torch()
     return trained
