@@ -47,7 +47,7 @@ class MAE(nn.Module):
         super().__init__()
         from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-        self.vit = ViTMAEForPreTraining(ViTMAEConfig(**{**config, "mask_ratio": 0.0}))
+        self.vit: Any = ViTMAEForPreTraining(ViTMAEConfig(**{**config, "mask_ratio": 0.0}))
         self.vit.vit.requires_grad_(train_encoder)
         self.vit.vit.embeddings.position_embeddings.requires_grad_(False)
         self.vit.decoder.decoder_pos_embed.requires_grad_(False)
@@ -93,9 +93,9 @@ class KLVAE(nn.Module):
         self, config: dict[str, Any], kl_weight: float = 1e-6, sample: bool = True
     ) -> None:
         super().__init__()
-        from diffusers import AutoencoderKL
+        from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
 
-        self.vae = AutoencoderKL(**config)
+        self.vae: Any = AutoencoderKL(**config)
         self.kl_weight, self.sample = kl_weight, sample
 
     def encode(self, inputs: Any) -> Encodings:
