@@ -73,7 +73,7 @@ def train(
                 limit=limit,
                 log_every=log_every,
             )
-    tpuport.save_checkpoint(out / MODEL, trained.model)
+    tpuport.save_checkpoint(out / MODEL, trained.model.state_dict())
     return out / MODEL
 
 
