@@ -1,0 +1,140 @@
+"""What the commands of stage 1 do, from a configuration to files."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import tpuport
+from recipes.mae_dit import stage1
+from recipes.mae_dit.config import Config, load
+from recipes.mae_dit.data import batches, training_batches
+from recipes.mae_dit.discriminator import make_discriminator
+from recipes.mae_dit.evaluation.lpips import load_lpips
+from recipes.mae_dit.losses import Stage1, gan_of
+from recipes.mae_dit.models import Autoencoder, make_autoencoder
+from recipes.mae_dit.statistics import LatentStatistics, statistics
+from recipes.mae_dit.upstream import checkout
+from tpuport.foundation.errors import UsageError
+
+MODEL = "model.safetensors"
+_SHOWN = 8  # columns of a picture
+
+
+@dataclass(frozen=True)
+class Given:
+    """A configuration file, images, changed values, and perhaps a checkout."""
+
+    file: Path
+    data: Path | None = None
+    overrides: tuple[str, ...] = ()
+    upstream: Path | None = None
+
+    @contextlib.contextmanager
+    def made(self) -> Iterator[tuple[Config, Autoencoder]]:
+        """Yield the configuration and its autoencoder, inside the checkout."""
+        config = load(self.file, self.overrides)
+        with contextlib.ExitStack() as stack:
+            if self.upstream is not None:
+                stack.enter_context(checkout(self.upstream))
+            yield config, make_autoencoder(config, self.upstream)
+
+
+def train(
+    given: Given,
+    out: Path,
+    published: tuple[Path | None, Path | None] = (None, None),
+    *,
+    limit: int | None = None,
+    log_every: int = 10,
+    workers: int = 0,
+    say: Callable[[str], Any] = print,
+) -> Path:
+    """Train, or resume, and return the file of the autoencoder; see the command `stage1`."""
+    with given.made() as (config, model):
+        gan = gan_of(config)
+        perceptual = load_lpips(*published, say=say)
+        judge = make_discriminator(gan.disc.arch, config.seed)
+        modules = Stage1(model, judge, perceptual, gan)
+        with training_batches(config, given.data, workers=workers) as batches_:
+            steps = stage1.Stage1Steps(modules, config, len(batches_))
+            identity = {"config": _plain(asdict(config)), "batches": len(batches_)}
+            trained: Any = stage1.train(
+                steps,
+                batches_,
+                out,
+                config,
+                identity=identity,
+                limit=limit,
+                log_every=log_every,
+            )
+    tpuport.save_checkpoint(out / MODEL, trained.model.state_dict())
+    return out / MODEL
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it."""
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+def _trained(model: Autoencoder, run: Path) -> Autoencoder:
+    path = run / MODEL
+    if not path.is_file():
+        raise UsageError(f"{path} is not there. What to do: give the --out of a finished stage1")
+    opened = tpuport.open_checkpoint(path)
+    try:
+        model.load_state_dict({name: opened.read(name) for name in opened})
+    except RuntimeError as error:
+        raise UsageError(f"{path} is of another configuration: {error}") from error
+    return model.eval()
+
+
+def latents(model: Autoencoder, images: torch.Tensor) -> torch.Tensor:
+    """Return the latents that stage 2 sees."""
+    return model.encode(images).zs
+
+
+def latent_statistics(given: Given, run: Path, *, workers: int = 0) -> LatentStatistics:
+    """Return the statistics of the latents of all training images."""
+    with given.made() as (config, model):
+        ported = tpuport.convert(_trained(model, run), methods=(latents,), verify=False)
+        read = batches(config, given.data, split="train", workers=workers)
+        return statistics((tpuport.to_numpy(ported.latents(b["image"])), b["valid"]) for b in read)
+
+
+def reconstruct(given: Given, run: Path, out: Path) -> tuple[int, float]:
+    """Draw images of the validation set above their reconstructions.
+
+    Returns:
+        The number of images, and the mean of their PSNR in dB.
+    """
+    rows, found = [], []
+    with given.made() as (config, model):
+        ported = tpuport.convert(_trained(model, run), verify=False)
+        for batch in batches(config, given.data):
+            made = np.clip(tpuport.to_numpy(ported(batch["image"])[0]), 0, 1)
+            images, valid = batch["image"].numpy(), batch["valid"].numpy()
+            error = np.square(made - images).mean((1, 2, 3))[valid]
+            found.extend(-10 * np.log10(np.maximum(error, 1e-10)))
+            rows.extend(zip(images[valid], made[valid], strict=True))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(grid(rows[: 2 * _SHOWN])).save(out)
+    return len(found), float(np.mean(found))
+
+
+def grid(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    """Return pairs of images (3, H, W) in [0, 1] as a picture, each above its other one."""
+    lines = []
+    for start in range(0, len(pairs), _SHOWN):
+        part = pairs[start : start + _SHOWN]
+        blank = [np.ones_like(part[0][0])] * (_SHOWN - len(part))
+        for number in (0, 1):
+            lines.append(np.concatenate([*(pair[number] for pair in part), *blank], 2))
+    return np.round(np.concatenate(lines, 1).transpose(1, 2, 0) * 255).astype(np.uint8)
