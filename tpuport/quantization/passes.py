@@ -1,9 +1,8 @@
 """Passes over batches: a model whose layers collect numbers, as one jitted program."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 
@@ -15,7 +14,7 @@ from tpuport.quantization.freeze import select, transforms_of, with_layers
 from tpuport.quantization.report import Deviation
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Observer, Statistics
-from tpuport.tracing.core.export import to_numpy
+from tpuport.tracing.core.export import to_torch
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -37,7 +36,7 @@ def observe(
     results = []
     for batch in batches:
         args, kwargs = arguments_of(batch)
-        results.append(to_numpy(ported(*args, **kwargs)))
+        results.append(to_torch(ported(*args, **kwargs)))
     if not results:
         raise UsageError("calibration has no batches; each is the arguments of a call")
     values = ported.buffers
@@ -126,9 +125,9 @@ def deviation_of(wanted: list[Any], got: list[Any]) -> Deviation:
 
 
 def _floats(results: Any) -> list[np.ndarray]:
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(pytree.flatten(results)[0])]
-    kinds = (leaf for leaf in leaves if np.issubdtype(leaf.dtype, np.floating) or leaf.dtype.kind == "V")
-    return [leaf.astype(np.float64) for leaf in kinds]
+    leaves = pytree.flatten(results, shared=False)[0]
+    floating = (x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point())
+    return [leaf.double().numpy() for leaf in floating]
 
 
 def compare_layers(
@@ -142,13 +141,10 @@ def compare_layers(
     return {name: deviation(one["sums"]) for name, one in found.items()}, results
 
 
-Runs = Callable[..., Any]
-
-
-def results_of(ported: Runs, batches: Iterable[Any]) -> list[Any]:
+def results_of(ported: PortedModel, batches: Iterable[Any]) -> list[Any]:
     """Return a ported model's results on batches."""
     found = []
     for batch in batches:
         args, kwargs = arguments_of(batch)
-        found.append(to_numpy(ported(*args, **kwargs)))
+        found.append(to_torch(ported(*args, **kwargs)))
     return found

@@ -91,7 +91,7 @@ class Statistics:
     def save(self, path: str | PathLike[str]) -> None:
         """Write them to a safetensors file, named `layer/statistic`."""
         flat = {f"{name}/{k}": v for name, one in self.layers.items() for k, v in one.items()}
-        save_file({name: np.ascontiguousarray(value) for name, value in flat.items()}, path)
+        save_file({name: np.array(value, order="C") for name, value in flat.items()}, path)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Statistics":
