@@ -91,14 +91,14 @@ def test_the_forks_method_equals_numpy():
     order = np.array([energy[i // 2] if i % 2 == 0 else energy[-1 - i // 2] for i in range(64)])
     rotation, back = np.zeros((64, 64)), np.zeros((48, 48))
     for i in range(0, 64, 16):
-        # Signs of singular vectors are free, and all of them give the same codes up to their sign.
-        rotation[i : i + 16, i : i + 16] = np.linalg.svd(weight[:, order[i : i + 16]].T)[0]
+        # In float32, as the fork has it: signs of singular vectors are free, and -8 has no opposite.
+        block = weight[:, order[i : i + 16]].T.astype(np.float32)
+        rotation[i : i + 16, i : i + 16] = np.linalg.svd(block)[0]
     for i in range(0, 48, 16):
-        back[i : i + 16, i : i + 16] = np.linalg.svd(weight[i : i + 16])[0]
+        back[i : i + 16, i : i + 16] = np.linalg.svd(weight[i : i + 16].astype(np.float32))[0]
     moved = back @ weight[:, order] @ rotation
     best = np.zeros_like(moved)
-    for row, (out, values) in enumerate(zip(best, moved, strict=True)):
-        del row
+    for out, values in zip(best, moved, strict=True):
         tries = [np.abs(values).max() / 7 / share for share in (0.5, 0.75, 1, 1.25, 1.5)]
         made = [np.clip(np.round(values / t), -8, 7) * t for t in tries]
         out[:] = min(made, key=lambda one: ((one - values) ** 2).mean())
@@ -109,8 +109,8 @@ def test_the_forks_method_equals_numpy():
     found = calibrate(model, OF_FORK, [x]).layers["0"]
     with torch.no_grad():
         got = freeze_layer(model[0], OF_FORK, found)(x).numpy().reshape(-1, 48)
-    # A value between two codes may be rounded to either, and -8 has no opposite.
-    assert np.linalg.norm(got - want) < 2e-2 * np.linalg.norm(want)
+    # A value between two codes may be rounded to either.
+    assert np.linalg.norm(got - want) < 1e-2 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(
