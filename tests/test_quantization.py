@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import torch
+from jax.sharding import PartitionSpec as P
 
 import tpuport
 from tpuport.foundation.errors import UsageError
@@ -188,3 +189,22 @@ def test_code_that_reads_a_weight_is_told_what_to_do():
     quantized = tpuport.quantize(Reads(), "w8a16")
     with pytest.raises(UsageError, match="name the layer in keep="):
         quantized(torch.zeros(1, 64))
+
+
+def test_sharded_over_eight_devices_the_results_are_equal():
+    model, batches = model_and_batches(1)
+    quantized = tpuport.quantize(model, "w4a8")
+    want = tpuport.to_torch(quantized(batches[0]))
+    rules = {"**.codes": P(None, "tensor", None), "**": P()}
+    tpuport.shard(quantized, {"fsdp": 4, "tensor": 2}, rules)
+    spec = quantized.buffers["up.codes"].sharding.spec
+    assert spec[1] == "tensor"
+    assert torch.allclose(tpuport.to_torch(quantized(batches[0])), want, rtol=0, atol=1e-6)
+
+
+def test_a_ported_model_can_be_quantized():
+    model, batches = model_and_batches(1)
+    ported = tpuport.quantize(tpuport.convert(model), "w8a16")
+    with torch.no_grad():
+        want = model(batches[0])
+    assert (tpuport.to_torch(ported(batches[0])) - want).abs().max() < 0.02 * want.abs().max()

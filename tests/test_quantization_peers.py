@@ -90,12 +90,17 @@ def test_the_forks_method_equals_numpy():
     energy = np.argsort(-(weight**2).mean(0))
     order = np.array([energy[i // 2] if i % 2 == 0 else energy[-1 - i // 2] for i in range(64)])
     rotation, back = np.zeros((64, 64)), np.zeros((48, 48))
+    turned = duquant.from_weight(model[0].weight.detach(), OF_FORK)[1]
+    ours_in = turned.get_buffer("blocks").double().numpy()
+    ours_out = duquant.output_rotation(model[0].weight.detach(), OF_FORK).blocks.double().numpy()
+    # Signs of singular vectors are free, and -8 has no opposite: numpy's get the signs of ours.
     for i in range(0, 64, 16):
-        # In float32, as the fork has it: signs of singular vectors are free, and -8 has no opposite.
-        block = weight[:, order[i : i + 16]].T.astype(np.float32)
-        rotation[i : i + 16, i : i + 16] = np.linalg.svd(block)[0]
+        vectors = np.linalg.svd(weight[:, order[i : i + 16]].T)[0]
+        signs = np.sign((vectors * ours_in[i // 16]).sum(0))
+        rotation[i : i + 16, i : i + 16] = vectors * signs
     for i in range(0, 48, 16):
-        back[i : i + 16, i : i + 16] = np.linalg.svd(weight[i : i + 16].astype(np.float32))[0]
+        vectors = np.linalg.svd(weight[i : i + 16])[0]
+        back[i : i + 16, i : i + 16] = vectors * np.sign((vectors * ours_out[i // 16].T).sum(0))
     moved = back @ weight[:, order] @ rotation
     best = np.zeros_like(moved)
     for out, values in zip(best, moved, strict=True):

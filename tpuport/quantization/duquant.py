@@ -53,9 +53,7 @@ def from_inputs(rows: torch.Tensor, scheme: QuantizationScheme) -> list[Transfor
     return [Rotate(first[None]), Permute(order), Rotate(second[None])]
 
 
-def _greedy(
-    rows: torch.Tensor, scheme: QuantizationScheme, draw: torch.Generator
-) -> torch.Tensor:
+def _greedy(rows: torch.Tensor, scheme: QuantizationScheme, draw: torch.Generator) -> torch.Tensor:
     """Return the product of rotations, each of the largest element, with the least range."""
     parts, size = rows.reshape(-1, scheme.block), scheme.block
     base = _even_rotation(size) @ _random_rest(size, draw)

@@ -133,9 +133,7 @@ def _shared(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def with_layers(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]
-) -> torch.nn.Module:
+def with_layers(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     """Return a copy of a model, tensors shared, in which layers are replaced."""
     made = clone_module(model, _shared)[0]
     old = {name: made.get_submodule(name) for name in layers}

@@ -63,9 +63,7 @@ def _(x: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bits: int) -> 
 
 
 @lowering(torch.ops.tpuport.scaled_product.default, reason=_REASON)
-def lower_scaled_product(
-    x: jax.Array, packed: jax.Array, scale: jax.Array, bits: int
-) -> jax.Array:
+def lower_scaled_product(x: jax.Array, packed: jax.Array, scale: jax.Array, bits: int) -> jax.Array:
     """Lower `scaled_product`: int8 by int8 to int32, and nothing is unpacked but in its product."""
     rows = x.reshape(-1, x.shape[-1])
     groups = packed.shape[0]

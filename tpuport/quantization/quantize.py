@@ -11,7 +11,13 @@ from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
 from tpuport.quantization.freeze import freeze
 from tpuport.quantization.layer import QuantizedLinear
-from tpuport.quantization.passes import as_module, calibrate, compare_layers, deviation_of, results_of
+from tpuport.quantization.passes import (
+    as_module,
+    calibrate,
+    compare_layers,
+    deviation_of,
+    results_of,
+)
 from tpuport.quantization.report import Deviation, LayerReport, QuantizationReport
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Statistics
@@ -100,6 +106,4 @@ def _layer_report(
 ) -> LayerReport:
     weight = layer.get_parameter("weight")
     after = sum(b.nbytes for key, b in frozen.named_buffers() if key != "bias")
-    return LayerReport(
-        name, (frozen.out_features, frozen.in_features), weight.nbytes, after, error
-    )
+    return LayerReport(name, (frozen.out_features, frozen.in_features), weight.nbytes, after, error)

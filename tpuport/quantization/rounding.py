@@ -53,9 +53,7 @@ def round_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> Codes:
     return Codes(torch.clamp(values, least, most), scale, zero)
 
 
-def _least_error(
-    grouped: torch.Tensor, scale: torch.Tensor, least: int, most: int
-) -> torch.Tensor:
+def _least_error(grouped: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
     """Return for each channel the candidate scale with the least square error."""
     best, lowest = scale, torch.full_like(scale, torch.inf)
     for share in _SHARES:

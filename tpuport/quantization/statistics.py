@@ -83,7 +83,9 @@ class Statistics:
             raise UsageError(f"the statistics are of other layers: {', '.join(odd[:4])}")
         return Statistics(
             {
-                name: {key: _merge(key, value, other.layers[name][key]) for key, value in mine.items()}
+                name: {
+                    key: _merge(key, value, other.layers[name][key]) for key, value in mine.items()
+                }
                 for name, mine in self.layers.items()
             }
         )
