@@ -65,6 +65,10 @@ def _why_kept(
         return "it has hooks, which see the float layer"
     if module.weight.is_meta:
         return "it has no values (meta device)"
+    return _why_sizes_do_not_fit(module, scheme)
+
+
+def _why_sizes_do_not_fit(module: torch.nn.Linear, scheme: QuantizationScheme) -> str | None:
     size = scheme.group or (2 if scheme.weight_bits == 4 else 1)
     sizes = {"group": size}
     if scheme.method in ("hadamard", "duquant"):

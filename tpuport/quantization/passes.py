@@ -92,7 +92,7 @@ def as_module(model: Any) -> torch.nn.Module:
     return model
 
 
-class Compared(torch.nn.Module):
+class ComparedLayer(torch.nn.Module):
     """A float layer that also sums how its frozen form differs on the same input."""
 
     def __init__(self, layer: torch.nn.Module, frozen: torch.nn.Module) -> None:
@@ -136,7 +136,7 @@ def compare_layers(
     batches: Iterable[Any],
 ) -> tuple[dict[str, Deviation], list[Any]]:
     """Return each frozen layer's deviation on float inputs, and the float model's results."""
-    compared = {name: Compared(model.get_submodule(name), one) for name, one in frozen.items()}
+    compared = {name: ComparedLayer(model.get_submodule(name), one) for name, one in frozen.items()}
     found, results = observe(model, compared, batches)
     return {name: deviation(one["sums"]) for name, one in found.items()}, results
 
