@@ -37,6 +37,7 @@ ROOMS: dict[str, set[str]] = {
     "diagnosis": TEXT,
     "model": MODEL,
     "sharding": SPREAD,
+    "quantization": SPREAD | {"quantization"},
     "training": SPREAD | {"weights"},
     "aot": AOT,
     "compat": MODEL | AOT,

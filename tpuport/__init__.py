@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tpuport.model.precision_audit import precision_audit
     from tpuport.model.remat import remat
     from tpuport.model.stack_blocks import stack_blocks
+    from tpuport.quantization.quantize import quantize
     from tpuport.reports.report import PortReport
     from tpuport.sharding.shard import shard
     from tpuport.tracing.attention.options import attention_options
@@ -34,8 +35,8 @@ __all__ = [
     "CallErrors", "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError",
     "PortReport", "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache",
     "compile_for", "convert", "errors_of", "explain_error", "explaining", "load_checkpoint",
-    "open_checkpoint", "ops", "porting", "precision_audit", "remat", "save_checkpoint", "shard",
-    "stack_blocks", "to_numpy", "to_torch", "warmup",
+    "open_checkpoint", "ops", "porting", "precision_audit", "quantize", "remat", "save_checkpoint",
+    "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ MODULE_OF = {
     "ops": "tpuport.ops",
     "porting": "tpuport.compat.porting",
     "precision_audit": "tpuport.model.precision_audit",
+    "quantize": "tpuport.quantization.quantize",
     "remat": "tpuport.model.remat",
     "save_checkpoint": "tpuport.weights",
     "shard": "tpuport.sharding.shard",

@@ -1,0 +1,177 @@
+"""Float layers to frozen ones, on the host."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.interop.name_patterns import matches, refuse_unmatched
+from tpuport.foundation.pytree.clone import clone_module
+from tpuport.quantization import duquant
+from tpuport.quantization.layer import QuantizedLinear
+from tpuport.quantization.rounding import round_weight
+from tpuport.quantization.scheme import QuantizationScheme
+from tpuport.quantization.statistics import Statistics, input_scale
+from tpuport.quantization.transforms import Divide, Rotate, Transform, hadamard
+
+_LEAST = 1e-5
+Found = Mapping[str, np.ndarray]
+
+
+def select(
+    model: torch.nn.Module, scheme: QuantizationScheme, keep: Iterable[str]
+) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
+    """Return the layers to quantize by name, and why each other module with weights is kept.
+
+    Raises:
+        UsageError: A pattern to keep matches no module, or there is nothing to quantize.
+    """
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    modules = {
+        name: module
+        for name, module in model.named_modules()
+        if any(p.dim() > 1 for p in module.parameters(recurse=False))
+    }
+    refuse_unmatched(keep, modules, "module with weights")
+    users: dict[int, list[str]] = {}
+    for name, one in model.named_parameters(remove_duplicate=False):
+        users.setdefault(id(one), []).append(name)
+    kept = {}
+    for name, module in modules.items():
+        reason = next((f"keep has {p!r}" for p in keep if matches(p, name)), None)
+        reason = reason or _why_kept(name, module, scheme, users)
+        if reason is not None:
+            kept[name] = reason
+    layers: dict[str, torch.nn.Linear] = {n: m for n, m in modules.items() if n not in kept}  # pyright: ignore[reportAssignmentType]
+    if not layers:
+        shown = "; ".join(f"{name or 'the model'}: {why}" for name, why in list(kept.items())[:4])
+        raise UsageError(f"no layer can be quantized: {shown or 'the model has no linear layer'}")
+    return layers, kept
+
+
+def _why_kept(
+    name: str, module: torch.nn.Module, scheme: QuantizationScheme, users: Mapping[int, list[str]]
+) -> str | None:
+    """Return why a module stays in float, or None."""
+    if type(module) is not torch.nn.Linear:
+        return f"a {type(module).__name__} is no plain torch.nn.Linear"
+    if not name:
+        return "the model is itself the layer; put it in a module"
+    others = [n for n in users[id(module.weight)] if n != f"{name}.weight"]
+    if others:
+        return f"its weight is {others[0]} too"
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "it has hooks, which see the float layer"
+    if module.weight.is_meta:
+        return "it has no values (meta device)"
+    return _why_sizes_do_not_fit(module, scheme)
+
+
+def _why_sizes_do_not_fit(module: torch.nn.Linear, scheme: QuantizationScheme) -> str | None:
+    size = scheme.group or (2 if scheme.weight_bits == 4 else 1)
+    sizes = {"group": size}
+    if scheme.method in ("hadamard", "duquant"):
+        sizes["block"] = scheme.block
+    for what, one in sizes.items():
+        if module.in_features % one:
+            return f"its {module.in_features} input features are no multiple of {what}={one}"
+    if scheme.method == "duquant" and scheme.rotate_outputs and scheme.basis == "svd":
+        if module.out_features % scheme.block:
+            return (
+                f"its {module.out_features} output features are no multiple of block={scheme.block}"
+            )
+    return None
+
+
+def transforms_of(
+    weight: torch.Tensor, scheme: QuantizationScheme, found: Found | None
+) -> list[Transform]:
+    """Return what the scheme does to a layer's input before it is rounded."""
+    if scheme.method == "hadamard":
+        return [Rotate(hadamard(scheme.block)[None])]
+    if scheme.method == "duquant" and scheme.basis == "svd":
+        return duquant.from_weight(weight, scheme)
+    if scheme.method == "round" or found is None:
+        return []
+    if scheme.method == "duquant":
+        return list(duquant.from_inputs(torch.from_numpy(found["rows"].copy()), scheme))
+    peaks = torch.from_numpy(np.maximum(np.abs(found["low"]), np.abs(found["high"])))
+    of_weight = weight.float().abs().amax(0).clamp_min(_LEAST)
+    factors = peaks.clamp_min(_LEAST) ** scheme.strength / of_weight ** (1 - scheme.strength)
+    return [Divide(factors.clamp_min(_LEAST))]
+
+
+@torch.no_grad()
+def freeze_layer(
+    layer: torch.nn.Linear, scheme: QuantizationScheme, found: Found | None
+) -> QuantizedLinear:
+    """Return the frozen form of a layer."""
+    weight = layer.weight.detach().float()
+    transforms = transforms_of(weight, scheme, found)
+    for one in transforms:
+        weight = one.of_weight(weight)
+    rotation = None
+    if scheme.method == "duquant" and scheme.basis == "svd" and scheme.rotate_outputs:
+        rotation = duquant.output_rotation(layer.weight.detach(), scheme)
+        weight = rotation(weight.t()).t()
+    scale = None
+    if scheme.is_static and found is not None:
+        if scheme.method == "smooth":
+            factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
+            found = {"low": found["low"] / factors, "high": found["high"] / factors}
+        scale = input_scale(found, scheme)
+    made = QuantizedLinear(
+        *(round_weight(weight, scheme), scheme, transforms),
+        bias=layer.bias,
+        input_scale=scale,
+        rotation=rotation,
+    )
+    return made.train(layer.training)
+
+
+def _shared(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the same memory that asks for no gradient."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor.detach(), requires_grad=False)
+    return tensor.detach()
+
+
+def with_layers(model: torch.nn.Module, layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """Return a copy of a model, tensors shared, in which layers are replaced."""
+    made = clone_module(model, _shared)[0]
+    old = {name: made.get_submodule(name) for name in layers}
+    # The same module may be known by several names, and all of them mean the new one.
+    new = {id(old[name]): layer for name, layer in layers.items()}
+    for parent in list(made.modules()):
+        for key, child in parent._modules.items():
+            if id(child) in new:
+                parent._modules[key] = new[id(child)]
+    return made
+
+
+@torch.no_grad()
+def freeze(
+    model: torch.nn.Module,
+    scheme: QuantizationScheme,
+    statistics: Statistics | None,
+    keep: Iterable[str] = (),
+) -> tuple[torch.nn.Module, dict[str, QuantizedLinear], dict[str, str]]:
+    """Return a copy of a model with frozen layers, those layers, and why others are kept.
+
+    Raises:
+        UsageError: There is nothing to quantize.
+    """
+    layers, kept = select(model, scheme, keep)
+    known = {} if statistics is None else statistics.layers
+    for name in list(layers) if scheme.is_calibrated else ():
+        if name not in known or not int(known[name]["calls"]):
+            kept[name] = "no batch of the calibration reached it"
+            del layers[name]
+    if not layers:
+        raise UsageError(
+            f"{scheme.name} with method={scheme.method!r} needs calibration, and no batch of it"
+            " reached a layer; pass calibration=batches, each the arguments of a call"
+        )
+    frozen = {name: freeze_layer(one, scheme, known.get(name)) for name, one in layers.items()}
+    return with_layers(model, frozen), frozen, kept

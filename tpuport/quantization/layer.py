@@ -1,0 +1,115 @@
+"""A linear layer as it is served: integer codes and scales in, no state written."""
+
+from collections.abc import Iterable
+
+import torch
+
+from tpuport.foundation.errors import UsageError
+from tpuport.quantization.product import pack, scaled_product
+from tpuport.quantization.rounding import Codes
+from tpuport.quantization.scheme import QuantizationScheme
+from tpuport.quantization.transforms import Rotate, Transform
+
+_LEAST = 1e-5
+
+
+class QuantizedLinear(torch.nn.Module):
+    """A frozen linear layer: a pure function of its buffers and its input.
+
+    Buffers: `codes`, `scale`; and where the scheme has them `offset` (zero points times scales),
+    `sums` (each channel's sum of weights), `input_scale`, `bias`; below `inputs` and `restore`
+    those of the transforms.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    sums: torch.Tensor
+    input_scale: torch.Tensor
+    bias: torch.Tensor
+
+    def __init__(
+        self,
+        codes: Codes,
+        scheme: QuantizationScheme,
+        transforms: Iterable[Transform],
+        *,
+        bias: torch.Tensor | None,
+        input_scale: torch.Tensor | None = None,
+        rotation: Rotate | None = None,
+    ) -> None:
+        super().__init__()
+        groups, self.out_features, size = codes.values.shape
+        self.in_features, self.scheme = groups * size, scheme
+        self.inputs = torch.nn.Sequential(*transforms)
+        self.restore = torch.nn.Sequential(*([] if rotation is None else [rotation.inverse()]))
+        self.register_buffer("codes", pack(codes.values, scheme.weight_bits))
+        self.register_buffer("scale", codes.scale)
+        self.has_offset, self.has_bias = codes.zero is not None, bias is not None
+        if codes.zero is not None:
+            self.register_buffer("offset", codes.zero * codes.scale)
+        if scheme.activation_bits == 8 and not scheme.activation_symmetric:
+            self.register_buffer("sums", codes.weight().sum(-1))
+        if scheme.is_static:
+            if input_scale is None:
+                raise UsageError("a scheme with calibrated inputs needs their scale")
+            self.register_buffer("input_scale", input_scale)
+        if bias is not None:
+            self.register_buffer("bias", bias.detach().clone())
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """Refuse to be read: there is no float weight.
+
+        Raises:
+            UsageError: Always; code that reads it would compute with something else.
+        """
+        raise UsageError(
+            "code outside of a quantized linear layer reads its weight, and it holds integer codes"
+            " only. What to do: name the layer in keep= of tpuport.quantize"
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, in the input's dtype."""
+        dtype, scheme = x.dtype, self.scheme
+        if scheme.activation_bits == 16:
+            # Rotations are float32; a product of bfloat16 rows with integer codes is exact.
+            moved = self.inputs(x.float()).to(dtype) if len(self.inputs) else x
+            y = self._product(moved)
+        else:
+            y = self._rounded(self.inputs(x.float()))
+        y = self.restore(y)
+        if self.has_bias:
+            y = y + self.bias.float()
+        return y.to(dtype)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply codes or floats by the weight."""
+        y = scaled_product(x, self.codes, self.scale, self.scheme.weight_bits)
+        if self.has_offset:
+            sums = x.unflatten(-1, (self.scale.shape[0], -1)).float().sum(-1)
+            y = y - torch.matmul(sums, self.offset)
+        return y
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Round an input as the scheme says, and multiply."""
+        scheme = self.scheme
+        if scheme.activations == "channel":
+            # A scale of each term of the sum cannot be taken out of it: the product is of floats.
+            return self._product(_codes(x / self.input_scale) * self.input_scale)
+        if scheme.activations == "tensor":
+            return self._product(_codes(x / self.input_scale).to(torch.int8)) * self.input_scale
+        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        low, high = low * scheme.activation_clip, high * scheme.activation_clip
+        if scheme.activation_symmetric:
+            scale = (torch.maximum(high, -low) / 127).clamp_min(_LEAST)
+            return self._product(_codes(x / scale).to(torch.int8)) * scale
+        scale = ((high - low) / 255).clamp_min(_LEAST)
+        zero = torch.round(-low / scale) - 128
+        y = self._product(_codes(torch.round(x / scale) + zero).to(torch.int8))
+        return (y - zero * self.sums) * scale
+
+
+def _codes(x: torch.Tensor) -> torch.Tensor:
+    """Round to the integers of eight bits."""
+    return torch.clamp(torch.round(x), -128, 127)

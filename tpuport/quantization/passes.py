@@ -1,0 +1,150 @@
+"""Passes over batches: a model whose layers collect numbers, as one jitted program."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import UsageError
+from tpuport.model.convert import convert
+from tpuport.model.ported_model import PortedModel
+from tpuport.quantization.freeze import select, transforms_of, with_layers
+from tpuport.quantization.report import Deviation
+from tpuport.quantization.scheme import QuantizationScheme, as_scheme
+from tpuport.quantization.statistics import Observer, Statistics
+from tpuport.tracing.core.export import to_torch
+
+
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as the arguments of a call: a tuple, a dict of named ones, or the only one."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch), {}) if isinstance(batch, tuple | list) else ((batch,), {})
+
+
+def observe(
+    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], batches: Iterable[Any]
+) -> tuple[dict[str, dict[str, np.ndarray]], list[Any]]:
+    """Run batches through a model with other layers; return those layers' buffers and all results.
+
+    Raises:
+        UsageError: There are no batches.
+    """
+    ported = convert(with_layers(model, layers), verify=False)
+    results = []
+    for batch in batches:
+        args, kwargs = arguments_of(batch)
+        results.append(to_torch(ported(*args, **kwargs)))
+    if not results:
+        raise UsageError("calibration has no batches; each is the arguments of a call")
+    values = ported.buffers
+    own = {name: dict(one.named_buffers(recurse=False)) for name, one in layers.items()}
+    found = {
+        name: {key: np.asarray(values[f"{name}.{key}"]) for key in keys}
+        for name, keys in own.items()
+    }
+    return found, results
+
+
+def calibrate(
+    model: torch.nn.Module | PortedModel,
+    scheme: QuantizationScheme | str,
+    batches: Iterable[Any],
+    *,
+    keep: Iterable[str] = (),
+) -> Statistics:
+    """Collect statistics of the inputs of all layers that a scheme quantizes.
+
+    They are results of one jitted program, and nothing is written to the model. Those of several
+    processes are merged by `Statistics.merge`, and given to `tpuport.quantize` as `calibration`.
+
+    Args:
+        model: a module, or the result of `tpuport.convert`.
+        scheme: as for `tpuport.quantize`.
+        batches: the arguments of each call: a tuple, a dict of named ones, or one argument.
+        keep: as for `tpuport.quantize`.
+
+    Raises:
+        UsageError: There are no batches, or there is nothing to quantize.
+    """
+    scheme, model = as_scheme(scheme), as_module(model)
+    layers, _ = select(model, scheme, keep)
+    observers = {}
+    with torch.no_grad():
+        for name, layer in layers.items():
+            transforms = transforms_of(layer.weight.detach(), scheme, None)
+            observers[name] = Observer(layer, torch.nn.Sequential(*transforms), scheme)
+    return Statistics(observe(model, observers, batches)[0])
+
+
+def as_module(model: Any) -> torch.nn.Module:
+    """Return a module, given itself or its port.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(model, PortedModel):
+        return model.to_torch()
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(f"Expected a module or a ported one, got a {type(model).__name__}")
+    return model
+
+
+class ComparedLayer(torch.nn.Module):
+    """A float layer that also sums how its frozen form differs on the same input."""
+
+    def __init__(self, layer: torch.nn.Module, frozen: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer, self.frozen = layer, frozen
+        self.register_buffer("sums", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the float layer's output."""
+        y = self.layer(x)
+        want, got = y.detach().float(), self.frozen(x).float()
+        products = ((got - want) ** 2, want * want, got * got, want * got)
+        self.sums = self.sums + torch.stack([one.sum() for one in products])
+        return y
+
+
+def deviation(sums: np.ndarray) -> Deviation:
+    """Return what four sums of squares and products say."""
+    difference, want, got, both = (float(one) for one in sums)
+    tiny = 1e-30
+    return Deviation((difference / max(want, tiny)) ** 0.5, both / max((want * got) ** 0.5, tiny))
+
+
+def deviation_of(wanted: list[Any], got: list[Any]) -> Deviation:
+    """Compare all floating results of two models."""
+    sums = np.zeros(4)
+    for want, one in zip(_floats(wanted), _floats(got), strict=True):
+        sums += [np.sum((one - want) ** 2), np.sum(want**2), np.sum(one**2), np.sum(want * one)]
+    return deviation(sums)
+
+
+def _floats(results: Any) -> list[np.ndarray]:
+    leaves = pytree.flatten(results, shared=False)[0]
+    floating = (x for x in leaves if isinstance(x, torch.Tensor) and x.is_floating_point())
+    return [leaf.double().numpy() for leaf in floating]
+
+
+def compare_layers(
+    model: torch.nn.Module,
+    frozen: Mapping[str, torch.nn.Module],
+    batches: Iterable[Any],
+) -> tuple[dict[str, Deviation], list[Any]]:
+    """Return each frozen layer's deviation on float inputs, and the float model's results."""
+    compared = {name: ComparedLayer(model.get_submodule(name), one) for name, one in frozen.items()}
+    found, results = observe(model, compared, batches)
+    return {name: deviation(one["sums"]) for name, one in found.items()}, results
+
+
+def results_of(ported: PortedModel, batches: Iterable[Any]) -> list[Any]:
+    """Return a ported model's results on batches."""
+    found = []
+    for batch in batches:
+        args, kwargs = arguments_of(batch)
+        found.append(to_torch(ported(*args, **kwargs)))
+    return found

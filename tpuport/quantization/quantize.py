@@ -1,0 +1,109 @@
+"""`tpuport.quantize`: calibrate, freeze, and port what serves."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from tpuport.foundation.errors import UsageError
+from tpuport.model.options import ConvertOptions
+from tpuport.model.ported_model import PortedModel
+from tpuport.quantization.freeze import freeze
+from tpuport.quantization.layer import QuantizedLinear
+from tpuport.quantization.passes import (
+    as_module,
+    calibrate,
+    compare_layers,
+    deviation_of,
+    results_of,
+)
+from tpuport.quantization.report import Deviation, LayerReport, QuantizationReport
+from tpuport.quantization.scheme import QuantizationScheme, as_scheme
+from tpuport.quantization.statistics import Statistics
+
+# An input that lies between two codes may be rounded to either, which is a step of 1/127.
+_ROUNDING_RTOL = 1e-2
+
+
+class QuantizedModel(PortedModel):
+    """A ported model whose linear layers hold integers.
+
+    `quantization` says which do, and how the results differ from float's.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, options: ConvertOptions, report: QuantizationReport
+    ) -> None:
+        super().__init__(module, options)
+        self.quantization = report
+
+
+def quantize(
+    model: torch.nn.Module | PortedModel,
+    scheme: QuantizationScheme | str = "w8a8",
+    *,
+    calibration: Iterable[Any] | Statistics | None = None,
+    keep: Iterable[str] = (),
+    verify: bool | str = True,
+    rtol: float | None = None,
+) -> QuantizedModel:
+    """Return a ported model whose linear layers compute with integer weights.
+
+    Args:
+        model: a module on the CPU, or the result of `tpuport.convert`. It is left as it is.
+        scheme: "w8a8", "w4a8", "w4a16", "w8a16", or a `QuantizationScheme`. The short names round
+            to nearest, with a scale for each output channel and each row of the input.
+        calibration: batches, each the arguments of a call: a tuple, a dict of named ones, or one
+            argument; all are used, and the report's errors are measured on them. Or `Statistics`
+            of `tpuport.quantization.calibrate`. Schemes that need none may go without.
+        keep: patterns of layers that stay in float, such as "**.lm_head".
+        verify: compare calls with eager PyTorch of the quantized module, as `tpuport.convert` does.
+        rtol: of that comparison. Default 1e-2 where inputs are rounded, since a value between two
+            codes may become either; otherwise as in `tpuport.convert`.
+
+    Returns:
+        The ported model; `print(quantized.quantization)`.
+
+    Raises:
+        UsageError: The scheme needs calibration, or there is nothing to quantize.
+    """
+    scheme, module = as_scheme(scheme), as_module(model)
+    keep = (keep,) if isinstance(keep, str) else tuple(keep)
+    batches: list[Any] = []
+    statistics = calibration if isinstance(calibration, Statistics) else None
+    if calibration is not None and not isinstance(calibration, Statistics):
+        if isinstance(calibration, torch.Tensor | Mapping):
+            raise UsageError(
+                f"calibration is a list of batches, got one {type(calibration).__name__}; write"
+                " calibration=[batch]"
+            )
+        batches = list(calibration)
+        if scheme.is_calibrated:
+            statistics = calibrate(module, scheme, batches, keep=keep)
+    frozen, layers, kept = freeze(module, scheme, statistics, keep)
+    errors: dict[str, Deviation] = {}
+    wanted: list[Any] = []
+    if batches:
+        errors, wanted = compare_layers(module, layers, batches)
+    if rtol is None and scheme.activation_bits == 8:
+        rtol = _ROUNDING_RTOL
+    options = ConvertOptions(verify=verify, rtol=rtol)
+    found = None
+    if batches:
+        # The port that is returned starts without calls, since a call may have changed its state.
+        measured = PortedModel(frozen, ConvertOptions(verify=False))
+        found = deviation_of(wanted, results_of(measured, batches))
+    reports = tuple(
+        _layer_report(name, module.get_submodule(name), one, errors.get(name))
+        for name, one in layers.items()
+    )
+    return QuantizedModel(frozen, options, QuantizationReport(asdict(scheme), reports, kept, found))
+
+
+def _layer_report(
+    name: str, layer: torch.nn.Module, frozen: QuantizedLinear, error: Deviation | None
+) -> LayerReport:
+    weight = layer.get_parameter("weight")
+    after = sum(b.nbytes for key, b in frozen.named_buffers() if key != "bias")
+    return LayerReport(name, (frozen.out_features, frozen.in_features), weight.nbytes, after, error)

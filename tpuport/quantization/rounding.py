@@ -1,0 +1,65 @@
+"""Weights to integer codes, on the host."""
+
+from dataclasses import dataclass
+
+import torch
+
+from tpuport.quantization.scheme import QuantizationScheme
+
+# As in the published DuQuant: no range is so small that a division by its scale overflows.
+_LEAST = 1e-5
+_LEAST_RANGE = 1e-8
+_SHARES = (0.5, 0.75, 1.0, 1.25, 1.5)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A weight `[out, in]` as integers.
+
+    Attributes:
+        values: signed codes `[groups, out, size]`.
+        scale: `[groups, out]`.
+        zero: the code of 0.0, `[groups, out]`; None if it is 0.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def weight(self) -> torch.Tensor:
+        """Return the weight that the codes stand for, `[out, in]`."""
+        shifted = self.values if self.zero is None else self.values - self.zero[..., None]
+        return (shifted * self.scale[..., None]).transpose(0, 1).flatten(1)
+
+
+def round_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> Codes:
+    """Round a weight to the nearest codes of a scheme."""
+    bits = scheme.weight_bits
+    size = scheme.group or weight.shape[1]
+    grouped = weight.float().unflatten(1, (-1, size)).transpose(0, 1)
+    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if scheme.symmetric:
+        largest = grouped.abs().amax(-1) * scheme.weight_clip
+        scale = (largest / most).clamp_min(_LEAST_RANGE)
+        if scheme.clip == "mse":
+            scale = _least_error(grouped, scale, least, most)
+        values = torch.clamp(torch.round(grouped / scale[..., None]), least, most)
+        return Codes(values, scale, None)
+    low, high = grouped.amin(-1) * scheme.weight_clip, grouped.amax(-1) * scheme.weight_clip
+    scale = ((high - low) / (2**bits - 1)).clamp_min(_LEAST)
+    # A zero point beyond the codes would not fit in a byte, and is right for a range without 0.
+    zero = torch.round(-low / scale) + least
+    values = torch.round(grouped / scale[..., None]) + zero[..., None]
+    return Codes(torch.clamp(values, least, most), scale, zero)
+
+
+def _least_error(grouped: torch.Tensor, scale: torch.Tensor, least: int, most: int) -> torch.Tensor:
+    """Return for each channel the candidate scale with the least square error."""
+    best, lowest = scale, torch.full_like(scale, torch.inf)
+    for share in _SHARES:
+        tried = (scale / share)[..., None]
+        codes = torch.clamp(torch.round(grouped / tried), least, most)
+        error = ((codes * tried - grouped) ** 2).mean(-1)
+        best = torch.where(error < lowest, tried[..., 0], best)
+        lowest = torch.minimum(error, lowest)
+    return best

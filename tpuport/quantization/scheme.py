@@ -1,0 +1,122 @@
+"""How a model is quantized."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from tpuport.foundation.errors import UsageError
+
+Method = Literal["round", "smooth", "hadamard", "duquant"]
+_METHODS = ("round", "smooth", "hadamard", "duquant")
+_ACTIVATIONS = ("token", "tensor", "channel")
+_ESTIMATORS = ("max", "percentile", "mse")
+_NAME = re.compile(r"w([48])a(8|16)")
+
+
+@dataclass(frozen=True)
+class QuantizationScheme:
+    """How the weights and inputs of linear layers become integers.
+
+    Attributes:
+        weight_bits: 4 or 8.
+        activation_bits: 8, or 16 for inputs that stay floats.
+        group: input features that share a weight's scale; None: one scale an output channel.
+        symmetric: weights have no zero point.
+        method: what is done before rounding: "round" (nothing), "smooth" (SmoothQuant),
+            "hadamard" (rotations by blocks), or "duquant" (permutation and rotations).
+        activations: scales of the inputs: by "token" (found in each call), by "tensor" (one, from
+            calibration), or by "channel" (from calibration; the products are then of floats).
+        activation_symmetric: inputs by token have no zero point.
+        estimator: what calibration makes the scales of inputs from: "max", "percentile", "mse".
+        percentile: of the percentile estimator.
+        clip: "max", or "mse": the best of five weight scales by their square error.
+        weight_clip: factor on the range of the weights.
+        activation_clip: factor on the range of inputs by token.
+        block: features a rotation mixes.
+        basis: rotations of DuQuant: "svd" of the weight's blocks, or "greedy", of its paper.
+        rotation_steps: most steps of the greedy search.
+        strength: SmoothQuant's exponent, 0 (nothing moves to the weights) to 1.
+        rotate_outputs: rotate output channels too ("svd" basis), and back after the product.
+        seed: of the random rotations in the greedy search.
+    """
+
+    weight_bits: int = 8
+    activation_bits: int = 8
+    group: int | None = None
+    symmetric: bool = True
+    method: Method = "round"
+    activations: Literal["token", "tensor", "channel"] = "token"
+    activation_symmetric: bool = True
+    estimator: Literal["max", "percentile", "mse"] = "max"
+    percentile: float = 99.9
+    clip: Literal["max", "mse"] = "max"
+    weight_clip: float = 1.0
+    activation_clip: float = 1.0
+    block: int = 16
+    basis: Literal["svd", "greedy"] = "svd"
+    rotation_steps: int = 256
+    strength: float = 0.5
+    rotate_outputs: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no layer can be."""
+        for name, choices in (
+            ("weight_bits", (4, 8)),
+            ("activation_bits", (8, 16)),
+            ("group", (None, 32, 64, 128)),
+            ("method", _METHODS),
+            ("activations", _ACTIVATIONS),
+            ("estimator", _ESTIMATORS),
+            ("clip", ("max", "mse")),
+            ("basis", ("svd", "greedy")),
+        ):
+            if getattr(self, name) not in choices:
+                shown = ", ".join(map(repr, choices))
+                raise UsageError(f"{name} is one of {shown}; got {getattr(self, name)!r}")
+        if self.clip == "mse" and not self.symmetric:
+            raise UsageError("clip='mse' searches symmetric scales; with symmetric=False use 'max'")
+        if self.is_static and self.method == "smooth" and self.estimator != "max":
+            raise UsageError(
+                f"estimator={self.estimator!r} would be of inputs before SmoothQuant scales them;"
+                " use estimator='max' or activations='token'"
+            )
+        if self.is_static and self.method == "duquant" and self.basis == "greedy":
+            raise UsageError(
+                "the greedy rotations are made from calibrated inputs, so what they give has no"
+                " calibrated range; use activations='token', as the paper does, or basis='svd'"
+            )
+        if self.activations == "channel" and self.estimator == "mse":
+            raise UsageError("estimator='mse' is of a tensor; by channel use 'max' or 'percentile'")
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether scales of the inputs come from calibration."""
+        return self.activation_bits == 8 and self.activations != "token"
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Return whether freezing needs statistics."""
+        greedy = self.method == "duquant" and self.basis == "greedy"
+        return self.is_static or self.method == "smooth" or greedy
+
+    @property
+    def name(self) -> str:
+        """Return the short name, such as `w4a8`."""
+        return f"w{self.weight_bits}a{self.activation_bits}"
+
+
+def as_scheme(scheme: QuantizationScheme | str) -> QuantizationScheme:
+    """Return a scheme, given itself or its short name.
+
+    Raises:
+        UsageError: There is no such scheme.
+    """
+    if isinstance(scheme, QuantizationScheme):
+        return scheme
+    found = _NAME.fullmatch(scheme)
+    if found is None:
+        raise UsageError(
+            f"scheme is 'w8a8', 'w4a8', 'w4a16', 'w8a16' or a QuantizationScheme; got {scheme!r}"
+        )
+    return QuantizationScheme(int(found[1]), int(found[2]))
