@@ -59,6 +59,7 @@ from tpuport.tracing.state.module_state import (
     forget_random_states,
     python_changes,
     refuse_moved_parameters,
+    refuse_new_ties,
     state_tree,
 )
 from tpuport.tracing.state.request import TraceRequest, TraceResult
@@ -392,6 +393,7 @@ class Tracer:
         )
         if module is not None and before is not None and after is not None:
             refuse_moved_parameters(before, after)
+            refuse_new_ties(before, after)
             forget_random_states(before, after)
             for name, leaf in after.leaves.items():
                 if extents_of(leaf):
