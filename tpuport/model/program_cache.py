@@ -201,7 +201,7 @@ _FLAGS = (
     torch._C._get_float32_matmul_precision,
     torch._C._get_cudnn_deterministic,
     torch._C._get_cudnn_benchmark,
-    torch._C.get_num_threads,
+    torch.get_num_threads,
 )
 
 
