@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tpuport
+from tpuport.compat.emulated.programs import PortWarning
 from tpuport.foundation.errors import PortError
 
 
@@ -45,6 +46,61 @@ def _both(m: Any, y: torch.Tensor) -> None:
 def test_new_ties_are_refused(change: Any) -> None:
     with pytest.raises(PortError, match="one tensor"):
         tpuport.convert(Pair(change, torch.zeros(3)))(torch.ones(2, 3))
+
+
+def _first_name(m: Any, y: torch.Tensor) -> None:
+    m.extra = m.embed.weight  # comes before `embed.weight` among the names
+
+
+def _last_name(m: Any, y: torch.Tensor) -> None:
+    m.head.extra = m.embed.weight
+
+
+def _buffer_name(m: Any, y: torch.Tensor) -> None:
+    m.register_buffer("extra", m.scale)
+
+
+@pytest.mark.parametrize("change", [_first_name, _last_name, _buffer_name])
+def test_new_names_of_parameters_are_refused(change: Any) -> None:
+    model = Pair(change, None)
+    model.embed.register_buffer("scale", torch.ones(3))
+    model.register_buffer("scale", model.embed.get_buffer("scale"))
+    with pytest.raises(PortError, match="registers the parameter or buffer .* as '.*extra' too"):
+        tpuport.convert(model)(torch.ones(2, 3))
+
+
+def _in_a_tuple(m: Any, y: torch.Tensor) -> None:
+    m.extra = (m.embed.weight,)
+
+
+def test_a_tuple_may_keep_a_parameter() -> None:
+    eager = Pair(_in_a_tuple, None)
+    ported = tpuport.convert(copy.deepcopy(eager))
+    for seed in range(3):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))
+
+
+@pytest.mark.parametrize("change", [_first_name, _weights])
+def test_under_porting_the_parts_of_a_refused_module_are_programs(change: Any) -> None:
+    eager = Pair(change, None)
+    with tpuport.porting():
+        ported = copy.deepcopy(eager).to("cuda")
+        with pytest.warns(PortWarning, match="Pair is not one program"):
+            _compare(eager, ported)
+        _compare(eager, ported)
+        _compare(eager, ported)
+    assert [n for n, _ in ported.named_parameters()] == [n for n, _ in eager.named_parameters()]
+
+
+def _compare(eager: nn.Module, ported: nn.Module) -> None:
+    want, got = eager(torch.ones(2, 3)), ported(torch.ones(2, 3, device="cuda"))
+    torch.testing.assert_close(got.cpu(), want)
+    got.sum().backward()
+    want.sum().backward()
+    for mine, theirs in zip(ported.parameters(), eager.parameters(), strict=True):
+        grads = [None if p.grad is None else p.grad.cpu() for p in (mine, theirs)]
+        torch.testing.assert_close(*grads)
 
 
 def test_attributes_that_are_made_as_one_tensor_stay_one() -> None:

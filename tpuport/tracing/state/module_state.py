@@ -160,13 +160,23 @@ def refuse_moved_parameters(before: StateTree, after: StateTree) -> None:
 def refuse_new_ties(before: StateTree, after: StateTree) -> None:
     """Refuse a call after which names that were of two tensors are of one, or the reverse.
 
-    Each name has a value of its own in the state, so one of them would keep an old value.
+    Each name has a value of its own in the state, so one of them would keep an old value. A new
+    name of a parameter is one too many in `named_parameters` and in the optimizer.
 
     Raises:
         PortError: the call left such names (`self.head.weight = self.embed.weight`).
     """
     if before.aliases == after.aliases:
         return
+    for first, others in after.aliases.items():
+        added = sorted((after.registered & {first, *others}) - before.registered)
+        if added and (known := before.registered & {first, *others}):
+            raise port_error(
+                f"the call registers the parameter or buffer {min(known)!r} as {added[0]!r} too",
+                code="TPU406",
+                remedy="register it before the model is ported, or keep it in a tuple:"
+                f" self.{added[0].rpartition('.')[2]} = (tensor,)",
+            )
     was, now = _groups(before), _groups(after)
     for name, group in {**was, **now}.items():
         owner = name if name in after.values else name.partition("[")[0]
