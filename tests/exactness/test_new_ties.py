@@ -81,6 +81,42 @@ def test_a_tuple_may_keep_a_parameter() -> None:
         torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))
 
 
+class TiedInForward(nn.Module):
+    """Layers that are given one weight before they are called, and one that takes a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.back = nn.Linear(3, 3), nn.Linear(3, 3), Returning()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.head.weight = self.back.weight = self.embed.weight
+        hidden = self.embed(x).tanh()
+        same, scaled = self.back(hidden)
+        return self.head(same) + scaled
+
+
+class Returning(nn.Module):
+    """A module that returns its argument beside a result, and has a weight that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x * self.scale
+
+
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_parts_that_are_tied_in_forward_are_compared_with_their_own_gradients(verify: str) -> None:
+    eager = TiedInForward()
+    with tpuport.porting(verify=verify):
+        ported = copy.deepcopy(eager).to("cuda")
+        with pytest.warns(PortWarning, match="TiedInForward is not one program"):
+            _compare(eager, ported)
+        _compare(eager, ported)
+        _compare(eager, ported)
+
+
 @pytest.mark.parametrize("change", [_first_name, _weights])
 def test_under_porting_the_parts_of_a_refused_module_are_programs(change: Any) -> None:
     eager = Pair(change, None)

@@ -214,7 +214,7 @@ class PortedModel(PortedState):
             found = verify.outputs(expected, out, (args, kwargs))
             found += verify.buffers(call, expected, self._values())
             if trainable:
-                found += self._gradient_pairs(expected, out)
+                found += self._gradient_pairs(expected, out, (args, kwargs))
             records = verifier.check(call, expected, found, self._eager_gradients)
         self._judge(call, verifier, records, again=path in verifier.done)
         verifier.done.add(path)
@@ -247,12 +247,12 @@ class PortedModel(PortedState):
             self._bound.clear()
             fail(verifier, call, records)
 
-    def _gradient_pairs(self, expected: verify.Reference, out: Any) -> list[Any]:
+    def _gradient_pairs(self, expected: verify.Reference, out: Any, given: Any) -> list[Any]:
         """Pair autograd's gradients through eager's results with those through the port's.
 
         Empty here: autograd does not go through the results of a jitted call.
         """
-        del expected, out
+        del expected, out, given
         return []
 
     def _eager_gradients(self, found: verify.Reference) -> dict[str, Any]:

@@ -200,6 +200,8 @@ class DifferentiatedCall:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     # The floating outputs without a gradient, such as those made under `no_grad`.
     constant: list[int] = field(default_factory=list)
+    # Whether a backward pass ends at the arguments, instead of flowing on through them.
+    ends_here: bool = False
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
@@ -281,6 +283,8 @@ class Through(torch.autograd.Function):
             if index in used:
                 raise type(error)(*error.args) from error
         reached = call.reached.inputs(used, len(tensors))
+        if call.ends_here:
+            reached[len(call.wanted[0]) :] = [False] * len(call.wanted[1])
         needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             return (None, *_Back.apply(call, needed, *tensors, *gradients))

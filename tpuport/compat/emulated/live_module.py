@@ -11,6 +11,7 @@ from tpuport.compat.emulated.settings import active
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
+from tpuport.foundation import pytree
 from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
@@ -58,6 +59,7 @@ class LiveModel(PortedModel):
         self._tracer.takes_gradients = True
         self._tracer.hooked = None  # torch calls the hooks of this module's parameters itself
         self._wanted: gradients.Wanted | None = None
+        self._compared: gradients.DifferentiatedCall | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         # Results that are buffers which the call writes to, or views of them.
@@ -336,6 +338,7 @@ class LiveModel(PortedModel):
         if not tensors:
             return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted)
+        self._compared = call if self._verifying else None
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
 
@@ -383,14 +386,19 @@ class LiveModel(PortedModel):
         spec = arguments.flatten_call((args, kwargs))[1]
         return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
 
-    def _gradient_pairs(self, expected: Reference, out: Any) -> list[Any]:
+    def _gradient_pairs(self, expected: Reference, out: Any, given: Any) -> list[Any]:
         """Pair the gradients of a random projection of the outputs, parameter by parameter."""
-        assert expected.module is not None
+        call, self._compared = self._compared, None
+        assert expected.module is not None and call is not None
         theirs = dict(expected.module.named_parameters())
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
-        sums = parity.projected(out)
+        # Eager's copy begins at the arguments. Ours may come from the same parameters, if the script
+        # tied them to those of another module.
+        made = [t for t in arguments.flatten_call(given)[0] if _is_made(t)]
+        leaves = pytree.flatten(out)[0]
+        sums = parity.projected([t.detach() if _in(t, made) else t for t in leaves])
         if not ours or not (sums or parity.projected(expected.out)):
             return []
         try:
@@ -402,8 +410,21 @@ class LiveModel(PortedModel):
                 refused = parity.refused(expected.out, expected.module)
                 self._last_program.run.derived[gradients.REFUSED] = refused
             return []
-        have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        call.ends_here = True
+        try:
+            have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        finally:
+            call.ends_here = False
         return parity.paired(want, dict(zip(ours, have, strict=True)))
+
+
+def _is_made(value: Any) -> bool:
+    """Return whether a value is a tensor with a graph that leads to others."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _in(value: Any, tensors: list[torch.Tensor]) -> bool:
+    return any(value is one for one in tensors)
 
 
 def _key(leaf: Any, registered: bool) -> tuple[Any, ...]:
