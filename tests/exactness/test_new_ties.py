@@ -65,7 +65,7 @@ def test_new_names_of_parameters_are_refused(change: Any) -> None:
     model = Pair(change, None)
     model.embed.register_buffer("scale", torch.ones(3))
     model.register_buffer("scale", model.embed.get_buffer("scale"))
-    with pytest.raises(PortError, match="registers the parameter or buffer .* as '.*extra' too"):
+    with pytest.raises(PortError, match=r"registers the parameter or buffer .* as '.*extra' too"):
         tpuport.convert(model)(torch.ones(2, 3))
 
 

@@ -204,6 +204,8 @@ class PortedModel(PortedState):
             started = time.monotonic()
             expected = verifier.reference(call)
             spent = time.monotonic() - started
+            if trainable:
+                self._note_saved(path, expected)
             self._verifying = True
             try:
                 out, _ = self._run(method, args, kwargs)
@@ -246,6 +248,12 @@ class PortedModel(PortedState):
             verifier.done.clear()
             self._bound.clear()
             fail(verifier, call, records)
+
+    def _note_saved(self, path: Any, expected: verify.Reference) -> None:
+        """Note what eager saved for the backward pass of a code path.
+
+        Nothing here: arrays are never written.
+        """
 
     def _gradient_pairs(self, expected: verify.Reference, out: Any, given: Any) -> list[Any]:
         """Pair autograd's gradients through eager's results with those through the port's.
