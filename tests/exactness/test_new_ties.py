@@ -100,7 +100,8 @@ class Returning(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+        self.weight: Any = nn.Parameter(torch.ones(3, 3))
+        self.scale = nn.Parameter(torch.ones(3))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x * self.scale

@@ -2,6 +2,7 @@
 
 Contents:
     SAVED               values that are written in place after an operation kept them for backward
+    test_a_write_*      weights and arguments that are written between forward and backward
     test_*_written_*    the same error at the same moment, at each call, and only there
     test_one_output_*   the others, with infinite derivatives, get no gradient of zeros
 """
@@ -17,6 +18,8 @@ from torch import nn
 
 import tpuport
 from tpuport import PortError
+from tpuport.model.parity.saved_inputs import saved_inputs
+from tpuport.model.parity.verify import Reference
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -130,6 +133,15 @@ def test_a_write_before_the_backward_pass_raises_where_eager_does(leaf: bool):
     assert {"last.weight", "factor", "frozen", "x", "scale"} <= raised
     assert ("first.weight" in raised) is leaf
     assert not {"first.bias", "last.bias", "nothing"} & raised
+
+
+def test_what_eager_saves_is_found_by_its_memory():
+    x, w = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
+    for out, saved in [(x.t() @ w, {0}), (x * w[0].exp(), {0}), (w.sin() + x, {1})]:
+        assert saved_inputs(Reference(out, None, ((x, w), {}), 0.0)) == (set(), saved)
+    sparse = x.to_sparse()
+    product = torch.sparse.mm(sparse, w)
+    assert saved_inputs(Reference(product, None, ((sparse, w), {}), 0.0)) == (set(), set())
 
 
 def test_a_written_value_raises_at_each_gradient_of_apply():

@@ -16,7 +16,7 @@ def saved_inputs(found: Reference) -> tuple[frozenset[str], frozenset[int]]:
     """
     out = [leaf for leaf in pytree.flatten(found.out)[0] if isinstance(leaf, torch.Tensor)]
     with torch._C.DisableTorchFunction():
-        saved = {_memory(tensor) for node in _nodes(out) for tensor in _saved(node)}
+        saved = {_memory(tensor) for node in _nodes(out) for tensor in _saved(node)} - {None}
         module = found.module
         named = [] if module is None else module.named_parameters(remove_duplicate=False)
         names = frozenset(name for name, p in named if _memory(p) in saved)
@@ -47,5 +47,6 @@ def _saved(node: Any) -> Iterator[torch.Tensor]:
                     yield saved.data
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Return a number that tensors in the same memory share; sparse tensors have none."""
+    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
