@@ -167,6 +167,7 @@ class PortedModel(PortedState):
         leaves, given = flattened((args, kwargs), self._placement)
         state = self._values()
         compiled, is_new = self._program_for(method, state, given, is_call=True)
+        arguments.refuse_offsets(leaves, given.paths, compiled.outcome.placed)
         timing = compile_times(self.report) if is_new else contextlib.nullcontext()
         key = fresh_key() if compiled.outcome.uses_key else unused_key()
         return BoundCall(compiled, leaves, given, state, key, timing)
