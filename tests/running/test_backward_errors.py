@@ -2,10 +2,12 @@
 
 Contents:
     SAVED               values that are written in place after an operation kept them for backward
+    test_a_write_*      weights and arguments that are written between forward and backward
     test_*_written_*    the same error at the same moment, at each call, and only there
     test_one_output_*   the others, with infinite derivatives, get no gradient of zeros
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,8 @@ from torch import nn
 
 import tpuport
 from tpuport import PortError
+from tpuport.model.parity.saved_inputs import saved_inputs
+from tpuport.model.parity.verify import Reference
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -72,6 +76,72 @@ def test_a_written_value_raises_in_the_backward_of_a_script(name: str):
             _, bad = model(X.cuda())
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 bad.backward()
+
+
+class Layers(nn.Module):
+    """Two layers, a factor that is nowhere linear, and one that is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.factor, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+        self.norm = nn.BatchNorm1d(3)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
+        written.add_(1)
+        y = self.norm(self.last(self.first(x).tanh())) * self.frozen * scale * written
+        return (y * self.factor.sin()).sum()
+
+
+def outcome(model: nn.Module, device: str, leaf: bool, name: str) -> Any:
+    """Write to one tensor between forward and backward; return the gradients or what is raised."""
+    x = torch.tensor([[1.0, 2, 3], [3, 1, 0]]).to(device).requires_grad_(leaf)
+    scale, written = torch.ones(3).to(device), torch.ones(3).to(device)
+    model.zero_grad()
+    loss = model(x, scale, written)
+    tensors = {**dict(model.named_parameters()), "x": x, "scale": scale}
+    with torch.no_grad():
+        tensors.get(name, torch.ones(1)).mul_(2)
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return {key: tensor.grad for key, tensor in tensors.items()}
+
+
+NAMES = [name for name, _ in Layers().named_parameters()]
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_a_write_before_the_backward_pass_raises_where_eager_does(leaf: bool):
+    torch.manual_seed(0)
+    eager = Layers()
+    with tpuport.porting():
+        model = copy.deepcopy(eager).cuda()
+        raised = set()
+        for name in ["nothing", *NAMES, "x", "scale", "nothing"]:
+            want, got = outcome(eager, "cpu", leaf, name), outcome(model, "cuda", leaf, name)
+            if isinstance(want, str):
+                raised.add(name)
+                assert isinstance(got, str), name
+                text = "modified by an inplace operation"
+                assert got.partition(text)[:2] == want.partition(text)[:2]
+            else:
+                assert not isinstance(got, str), f"{name}: {got}"
+                torch.testing.assert_close(got, want, check_device=False, rtol=1e-4, atol=1e-5)
+    assert {"last.weight", "factor", "frozen", "x", "scale"} <= raised
+    assert ("first.weight" in raised) is leaf
+    assert not {"first.bias", "last.bias", "nothing"} & raised
+
+
+def test_what_eager_saves_is_found_by_its_memory():
+    x, w = torch.ones(3, 3), torch.ones(3, 3, requires_grad=True)
+    for out, saved in [(x.t() @ w, {0}), (x * w[0].exp(), {0}), (w.sin() + x, {1})]:
+        assert saved_inputs(Reference(out, None, ((x, w), {}), 0.0)) == (set(), saved)
+    sparse = x.to_sparse()
+    product = torch.sparse.mm(sparse, w)
+    assert saved_inputs(Reference(product, None, ((sparse, w), {}), 0.0)) == (set(), set())
 
 
 def test_a_written_value_raises_at_each_gradient_of_apply():

@@ -86,7 +86,9 @@ class BoundProgram:
         """Return whether a program changes nothing but state, and reads no argument's value."""
         outcome = compiled.outcome
         changes = outcome.argument_changes is not None or outcome.python_changes is not None
-        return not (changes or outcome.host_paths or compiled.writes or ported._is_placed)
+        return not (
+            changes or outcome.host_paths or outcome.placed or compiled.writes or ported._is_placed
+        )
 
     def call(
         self, ported: "PortedState", args: tuple[Any, ...], kwargs: dict[str, Any]

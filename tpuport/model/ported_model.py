@@ -167,6 +167,7 @@ class PortedModel(PortedState):
         leaves, given = flattened((args, kwargs), self._placement)
         state = self._values()
         compiled, is_new = self._program_for(method, state, given, is_call=True)
+        arguments.refuse_offsets(leaves, given.paths, compiled.outcome.placed)
         timing = compile_times(self.report) if is_new else contextlib.nullcontext()
         key = fresh_key() if compiled.outcome.uses_key else unused_key()
         return BoundCall(compiled, leaves, given, state, key, timing)
@@ -204,6 +205,8 @@ class PortedModel(PortedState):
             started = time.monotonic()
             expected = verifier.reference(call)
             spent = time.monotonic() - started
+            if trainable:
+                self._note_saved(path, expected)
             self._verifying = True
             try:
                 out, _ = self._run(method, args, kwargs)
@@ -214,7 +217,7 @@ class PortedModel(PortedState):
             found = verify.outputs(expected, out, (args, kwargs))
             found += verify.buffers(call, expected, self._values())
             if trainable:
-                found += self._gradient_pairs(expected, out)
+                found += self._gradient_pairs(expected, out, (args, kwargs))
             records = verifier.check(call, expected, found, self._eager_gradients)
         self._judge(call, verifier, records, again=path in verifier.done)
         verifier.done.add(path)
@@ -247,12 +250,18 @@ class PortedModel(PortedState):
             self._bound.clear()
             fail(verifier, call, records)
 
-    def _gradient_pairs(self, expected: verify.Reference, out: Any) -> list[Any]:
+    def _note_saved(self, path: Any, expected: verify.Reference) -> None:
+        """Note what eager saved for the backward pass of a code path.
+
+        Nothing here: arrays are never written.
+        """
+
+    def _gradient_pairs(self, expected: verify.Reference, out: Any, given: Any) -> list[Any]:
         """Pair autograd's gradients through eager's results with those through the port's.
 
         Empty here: autograd does not go through the results of a jitted call.
         """
-        del expected, out
+        del expected, out, given
         return []
 
     def _eager_gradients(self, found: verify.Reference) -> dict[str, Any]:

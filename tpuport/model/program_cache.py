@@ -190,7 +190,19 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
 def modes() -> tuple[Any, ...]:
     """Return the modes of torch and the options that a program is compiled for."""
     default = torch.get_default_dtype()
-    return torch.is_grad_enabled(), default, autocast_dtype(), cuda_is_on(), choice()
+    flags = tuple(read() for read in _FLAGS)
+    return torch.is_grad_enabled(), default, autocast_dtype(), cuda_is_on(), choice(), flags
+
+
+# What code may ask torch for and branch on.
+_FLAGS = (
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_deterministic_algorithms_warn_only,
+    torch._C._get_float32_matmul_precision,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_cudnn_benchmark,
+    torch.get_num_threads,
+)
 
 
 def _described(meta: torch.Tensor) -> str:
@@ -225,7 +237,10 @@ def retrace_causes(
             f"a non-tensor argument changed: {_static_difference(last.key[0], signature.key[0])}"
         ]
     if not causes:
-        causes = ["strides, grad mode, autocast, default dtype or options of attention changed"]
+        causes = [
+            "strides, grad mode, autocast, default dtype, options of attention or"
+            " flags of torch changed"
+        ]
     return tuple(causes)
 
 

@@ -200,6 +200,10 @@ class DifferentiatedCall:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     # The floating outputs without a gradient, such as those made under `no_grad`.
     constant: list[int] = field(default_factory=list)
+    # The parameters (by name) and arguments (by number) that torch would save for backward.
+    saved: dict[str | int, torch.Tensor] = field(default_factory=dict)
+    # Whether a backward pass ends at the arguments, instead of flowing on through them.
+    ends_here: bool = False
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
@@ -241,6 +245,12 @@ class DifferentiatedCall:
         given = (prepared.picked, prepared.key, prepared.given.values)
         return twice(given, primals, self._cotangents(gradients, jnp.zeros), seconds)
 
+    def unwritten(self) -> list[torch.Tensor]:
+        """Return what torch would save, without arguments that the call itself writes to."""
+        _, (_, mutated, *_) = self.rest
+        written = {int(index) for index in mutated}
+        return [tensor for key, tensor in self.saved.items() if key not in written]
+
     def results(self, flows: list[Any]) -> Any:
         """Return what `PortedModel._finish` takes, with these tensors as the floating outputs."""
         stays, rest = self.rest
@@ -266,7 +276,8 @@ class Through(torch.autograd.Function):
         # a program kept hangs on one, so a loss that a script collects keeps none of it alive.
         kept: Any = torch.empty(0)
         kept._tpuport_kept = (call, tensors)
-        ctx.save_for_backward(kept)
+        # Of the others torch checks that nothing was written to them.
+        ctx.save_for_backward(kept, *call.unwritten())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(flows[i] for i in call.constant))
         return tuple(flows)
@@ -274,13 +285,15 @@ class Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the backward program."""
-        (kept,) = ctx.saved_tensors
+        kept = ctx.saved_tensors[0]
         call, tensors = kept._tpuport_kept
         used = [i for i, g in enumerate(gradients) if g is not None]
         for index, error in call.prepared.compiled.run.derived.get(REFUSED, {}).items():
             if index in used:
                 raise type(error)(*error.args) from error
         reached = call.reached.inputs(used, len(tensors))
+        if call.ends_here:
+            reached[len(call.wanted[0]) :] = [False] * len(call.wanted[1])
         needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             return (None, *_Back.apply(call, needed, *tensors, *gradients))

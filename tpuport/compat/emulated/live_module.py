@@ -8,6 +8,7 @@ import torch
 
 from tpuport.compat.emulated import gradients, spread
 from tpuport.compat.emulated.settings import active
+from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
@@ -16,6 +17,7 @@ from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients as parity
 from tpuport.model.parity import verify
+from tpuport.model.parity.saved_inputs import saved_inputs
 from tpuport.model.parity.verify import Reference
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import BoundCall
@@ -58,6 +60,8 @@ class LiveModel(PortedModel):
         self._tracer.takes_gradients = True
         self._tracer.hooked = None  # torch calls the hooks of this module's parameters itself
         self._wanted: gradients.Wanted | None = None
+        self._saved_inputs: dict[Any, tuple[frozenset[str], frozenset[int]]] = {}
+        self._compared: gradients.DifferentiatedCall | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         # Results that are buffers which the call writes to, or views of them.
@@ -336,6 +340,8 @@ class LiveModel(PortedModel):
         if not tensors:
             return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted)
+        self._compared = call if self._verifying else None
+        call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
         flows = gradients.Through.apply(call, *tensors)
         return self._finish(prepared, call.results(list(flows))), prepared.state
 
@@ -383,14 +389,33 @@ class LiveModel(PortedModel):
         spec = arguments.flatten_call((args, kwargs))[1]
         return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
 
-    def _gradient_pairs(self, expected: Reference, out: Any) -> list[Any]:
+    def _note_saved(self, path: Any, expected: Reference) -> None:
+        self._saved_inputs[path] = saved_inputs(expected)
+
+    def _saved_tensors(self, path: Any, call: BoundCall) -> dict[str | int, torch.Tensor]:
+        """Return the parameters and arguments of a call that eager would save for backward."""
+        names, indices = self._saved_inputs.get(path, ((), ()))
+        outcome = call.compiled.outcome
+        found = {n: self._tree.leaves.get(n) for n in names if n not in outcome.changed}
+        if outcome.argument_changes is None:  # numbers of arguments are those of before the call
+            found |= {i: call.leaves[i] for i in indices}
+        tensors = ((k, t) for k, t in found.items() if isinstance(t, torch.Tensor))
+        return {key: tensor for key, tensor in tensors if not tensor.is_inference()}
+
+    def _gradient_pairs(self, expected: Reference, out: Any, given: Any) -> list[Any]:
         """Pair the gradients of a random projection of the outputs, parameter by parameter."""
+        call, self._compared = self._compared, None
+        assert call is not None
         assert expected.module is not None
         theirs = dict(expected.module.named_parameters())
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
-        sums = parity.projected(out)
+        # Eager's copy begins at the arguments. Ours may come from the same parameters, if the
+        # script tied them to those of another module.
+        made = [t for t in arguments.flatten_call(given)[0] if _is_made(t)]
+        leaves = pytree.flatten(out)[0]
+        sums = parity.projected([t.detach() if _in(t, made) else t for t in leaves])
         if not ours or not (sums or parity.projected(expected.out)):
             return []
         try:
@@ -402,8 +427,21 @@ class LiveModel(PortedModel):
                 refused = parity.refused(expected.out, expected.module)
                 self._last_program.run.derived[gradients.REFUSED] = refused
             return []
-        have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        call.ends_here = True
+        try:
+            have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        finally:
+            call.ends_here = False
         return parity.paired(want, dict(zip(ours, have, strict=True)))
+
+
+def _is_made(value: Any) -> bool:
+    """Return whether a value is a tensor with a graph that leads to others."""
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _in(value: Any, tensors: list[torch.Tensor]) -> bool:
+    return any(value is one for one in tensors)
 
 
 def _key(leaf: Any, registered: bool) -> tuple[Any, ...]:

@@ -89,6 +89,7 @@ class ActiveTrace(Protocol):
     """The part of `context.Trace` that tensors, traced numbers and errors use."""
 
     effects: list[Any]
+    offsets_read: set[int]
     makes_error: bool
     regions: list[int]
     closed: bool

@@ -299,6 +299,23 @@ def write_leaves(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
                 leaf.copy_(backend.to_torch(value, leaf.dtype))
 
 
+def refuse_offsets(leaves: list[Any], paths: list[str], placed: list[int]) -> None:
+    """Refuse arguments that begin inside of their storage, if the code asked where they begin.
+
+    Raises:
+        PortError: there is one. The program has only the elements of an argument.
+    """
+    for index in placed:
+        leaf = leaves[index]
+        if isinstance(leaf, torch.Tensor) and torch.Tensor.storage_offset(leaf):
+            raise PortError(
+                f"{argument_name(paths[index])} is a view that begins inside of its storage, and"
+                " the code reads its storage_offset() or gives as_strided a place in it",
+                code="TPU203",
+                remedy="pass a .clone(), or cut it with ordinary slices",
+            )
+
+
 def refuse_shared_memory(
     leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
 ) -> None:

@@ -203,6 +203,8 @@ class Trace:
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
         self.substitutes: dict[int, TracedTensor] = {}
         self.effects: list[Effects] = []
+        # Serials of the storages in which the code asked for a place, counted from their start.
+        self.offsets_read: set[int] = set()
         # The nested traces that are running: a value cached in one may be a tracer that dies with
         # it.
         self.regions: list[int] = [0]
@@ -506,7 +508,7 @@ class Trace:
         found = self.promoted.get(tensor.untyped_storage()._cdata)
         if found is None:
             return None
-        offset: Any = tensor.storage_offset()
+        offset: Any = torch.Tensor.storage_offset(tensor)
         step = strided_step(found[1].held.size, tensor.size(), tensor.stride(), offset)
         return TracedTensor(found[1], (step,), tensor, None)
 

@@ -333,6 +333,12 @@ class TracedTensor(backend.TorchaxTensor):
 
     nelement = numel
 
+    def storage_offset(self) -> int:
+        """Return where this begins in its storage; an argument may begin elsewhere in eager's."""
+        if self._storage.trace is not None:
+            self._storage.trace.offsets_read.add(self._storage.serial)
+        return int(torch.Tensor.storage_offset(self))
+
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
         """Expand to another tensor's sizes, of which C++ would see the padded ones.
 
@@ -648,7 +654,7 @@ def view_of(
 ) -> TracedTensor:
     """Return a tensor that reads the storage of `base` through one more step."""
     # Offsets of meta tensors start at zero for the base: add the base's own.
-    start: Any = base.storage_offset()
+    start: Any = torch.Tensor.storage_offset(base)
     offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)

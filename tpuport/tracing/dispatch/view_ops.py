@@ -48,7 +48,11 @@ def as_strided(
     if not isinstance(base, TracedTensor):
         base = current().alias(base)  # type: ignore[union-attr, assignment]
     assert isinstance(base, TracedTensor)
-    offset: Any = base.storage_offset() if storage_offset is None else storage_offset
+    offset: Any = storage_offset
+    if offset is None:
+        offset = torch.Tensor.storage_offset(base)
+    else:
+        base.storage_offset()  # notes that the place is counted from the start
     root = base._storage
     shape = root.held.shape
     whole = torch.empty(shape, dtype=base.dtype, device="meta")

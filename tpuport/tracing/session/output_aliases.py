@@ -96,7 +96,7 @@ def _alias(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = F
 
 
 def _offset(tensor: torch.Tensor) -> int:
-    offset: Any = tensor.storage_offset()
+    offset: Any = torch.Tensor.storage_offset(tensor)
     return int(offset)
 
 

@@ -59,6 +59,7 @@ from tpuport.tracing.state.module_state import (
     forget_random_states,
     python_changes,
     refuse_moved_parameters,
+    refuse_new_ties,
     state_tree,
 )
 from tpuport.tracing.state.request import TraceRequest, TraceResult
@@ -287,6 +288,7 @@ class Tracer:
         watch = Watch(containers, made)
         trace.note_made([*baked.values(), *made])
         before = [version(m) for m in made]
+        serials = [m._storage.serial if isinstance(m, TracedTensor) else -1 for m in made]
         trace.first_serial = next(SERIALS)
         falls_back = self.fallback is not None and self.fallback.hosts
         if module is not None and tree is not None and self.blocks != "unroll" and not falls_back:
@@ -314,9 +316,11 @@ class Tracer:
             put = outcome.argument_changes.leaves
             outcome.put_leaves, outcome.put_metas = program_leaves(put, wide=request.wide)
             outputs += put
+        placed = [i for i, one in enumerate(serials) if one in trace.offsets_read]
         outcome.out_aliases = output_aliases(outcome, outputs, made, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
         check(outcome.changed)
+        outcome.placed = placed
         for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
             if version(tensor) != known or (
                 isinstance(tensor, torch.Tensor)
@@ -392,6 +396,7 @@ class Tracer:
         )
         if module is not None and before is not None and after is not None:
             refuse_moved_parameters(before, after)
+            refuse_new_ties(before, after)
             forget_random_states(before, after)
             for name, leaf in after.leaves.items():
                 if extents_of(leaf):

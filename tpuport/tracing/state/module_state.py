@@ -157,6 +157,48 @@ def refuse_moved_parameters(before: StateTree, after: StateTree) -> None:
             )
 
 
+def refuse_new_ties(before: StateTree, after: StateTree) -> None:
+    """Refuse a call after which names that were of two tensors are of one, or the reverse.
+
+    Each name has a value of its own in the state, so one of them would keep an old value. A new
+    name of a parameter is one too many in `named_parameters` and in the optimizer.
+
+    Raises:
+        PortError: the call left such names (`self.head.weight = self.embed.weight`).
+    """
+    if before.aliases == after.aliases:
+        return
+    for first, others in after.aliases.items():
+        added = sorted((after.registered & {first, *others}) - before.registered)
+        if added and (known := before.registered & {first, *others}):
+            raise port_error(
+                f"the call registers the parameter or buffer {min(known)!r} as {added[0]!r} too",
+                code="TPU406",
+                remedy="register it before the model is ported, or keep it in a tuple:"
+                f" self.{added[0].rpartition('.')[2]} = (tensor,)",
+            )
+    was, now = _groups(before), _groups(after)
+    for name, group in {**was, **now}.items():
+        owner = name if name in after.values else name.partition("[")[0]
+        if was.get(name) == now.get(name) or name not in {**before.leaves, **was}:
+            continue
+        is_kept = name in before.registered and before.values[name] is after.values.get(name)
+        if not is_kept and before.statics.get(owner) == after.statics.get(owner):
+            others = ", ".join(sorted(group - {name}))
+            raise port_error(
+                f"the call makes {name!r} and {others!r} one tensor, or two of one",
+                code="TPU406",
+                remedy="tie or part them before the model is ported, or give one of them a"
+                " .clone(); under porting(), leave the class to eager PyTorch: --eager",
+            )
+
+
+def _groups(tree: StateTree) -> dict[str, frozenset[str]]:
+    """Return all names of a tensor, for each name that is one of several."""
+    every = [frozenset((first, *others)) for first, others in tree.aliases.items()]
+    return {name: group for group in every for name in group}
+
+
 def forget_random_states(before: StateTree, after: StateTree) -> None:
     """Take no notice of states of the program's random numbers that a call kept in attributes.
 

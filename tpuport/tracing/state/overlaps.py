@@ -45,7 +45,7 @@ def _meet(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its memory, and the one after its last."""
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    low = int(tensor.storage_offset()) * tensor.itemsize
+    low = int(torch.Tensor.storage_offset(tensor)) * tensor.itemsize
     return low, low + int(reach + 1) * tensor.itemsize
 
 

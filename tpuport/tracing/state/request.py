@@ -39,6 +39,8 @@ class TraceResult:
     out_aliases: "dict[int, Alias]" = field(default_factory=dict)
     # State that the call changes, by name.
     changed: frozenset[str] = frozenset()
+    # The arguments of which the code asked where they begin in memory.
+    placed: list[int] = field(default_factory=list)
     # State that is in other memory after the call, by name: whether the old memory was written to.
     rebound: dict[str, bool] = field(default_factory=dict)
 
