@@ -1,6 +1,8 @@
 """`ported.generate`: transformers prepares the call, and two programs choose the tokens."""
 
+import inspect
 import sys
+import types
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ _REFUSED = {
     "streamer": "read the tokens when generate returns",
     "assistant_model": "generate without an assistant: the tokens are the same",
     "custom_generate": "leave it out",
+    "inputs_embeds": "pass input_ids",
     "prefix_allowed_tokens_fn": "forbid tokens by bad_words_ids or suppress_tokens",
     "past_key_values": "pass the whole prompt",
     "tokenizer": "stop at tokens by eos_token_id, and cut the text afterwards",
@@ -24,7 +27,8 @@ def is_transformers(target: Any) -> bool:
     utils = sys.modules.get("transformers.generation.utils")
     if utils is None or not isinstance(target, torch.nn.Module):
         return False
-    return getattr(type(target), "generate", None) is utils.GenerationMixin.generate
+    mixin, kind = utils.GenerationMixin, type(target)
+    return all(getattr(kind, n, None) is getattr(mixin, n) for n in ("generate", "_sample"))
 
 
 class Generator:
@@ -47,10 +51,17 @@ class Generator:
         Raises:
             UsageError: An argument asks for what the programs cannot do.
         """
-        for name, remedy in _REFUSED.items():
-            if kwargs.get(name) is not None:
-                raise _refused(f"{name}=", remedy)
         model = self._model()
+        given = inspect.signature(model.generate).bind(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
+        for name, remedy in _REFUSED.items():
+            if given.get(name) is not None:
+                raise _refused(f"{name}=", remedy)
+        for one in given.get("logits_processor") or ():
+            if not type(one).__module__.startswith("transformers."):
+                raise _refused(
+                    f"the logits processor {type(one).__name__}", "use those of transformers"
+                )
         return model.generate(*args, **kwargs, custom_generate=self._decoding)
 
     def _model(self) -> Any:
@@ -68,9 +79,16 @@ class Generator:
     def _run(self, name: str, *args: Any) -> Any:
         return self._ported._run(PREFIX + name, args, {})[0]
 
-    def _encoded(self, inputs: Any, given: dict[str, Any], name: Any, generation_config: Any) -> Any:
+    def _encoded(
+        self, inputs: Any, given: dict[str, Any], name: Any, generation_config: Any
+    ) -> Any:
         if given.get("encoder_outputs") is None:
-            outputs = self._run("encode", inputs, given, name, generation_config)
+            # Only what the encoder reads: the lengths in it would need a program each.
+            config = types.SimpleNamespace(
+                output_attentions=generation_config.output_attentions,
+                output_hidden_states=generation_config.output_hidden_states,
+            )
+            outputs = self._run("encode", inputs, given, name, config)
             given = {**given, "encoder_outputs": outputs}
         return given
 
@@ -131,6 +149,8 @@ def _refuse_config(config: Any) -> None:
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
         raise _refused(f"the generation mode {mode.value!r}", "set num_beams=1")
+    if config.guidance_scale not in (None, 1) or config.watermarking_config is not None:
+        raise _refused("guidance_scale= or watermarking_config=", "leave it out")
     if config.prefill_chunk_size is not None:
         raise _refused("prefill_chunk_size=", "leave it out")
     if config.use_cache is False:

@@ -161,6 +161,11 @@ class PortedModel(PortedState):
         except VerifyAgain:
             return self._verified_call(method, args, kwargs)
 
+    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the code path of a call; of a composed method it depends on what is given."""
+        path = super()._path_of(method, args, kwargs)
+        return (path, len(args), frozenset(kwargs)) if method in self._composed else path
+
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
