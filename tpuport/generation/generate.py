@@ -126,7 +126,7 @@ class Generator:
 
 
 def bucketed(length: int) -> int:
-    """Return the room for a sequence: a few sizes, so that lengths that are close share programs."""
+    """Return the room for a sequence: of a few sizes, so that close lengths share programs."""
     step = max(64, 1 << max(length.bit_length() - 3, 0))
     return -(-length // step) * step
 
