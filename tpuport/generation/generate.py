@@ -31,7 +31,7 @@ def is_transformers(target: Any) -> bool:
     return all(getattr(kind, n, None) is getattr(mixin, n) for n in ("generate", "_sample"))
 
 
-class Generator:
+class TextGeneration:
     """The method `generate` of a ported model.
 
     Args:

@@ -80,7 +80,7 @@ class PortedModel(PortedState):
         # Methods that are several programs, by name.
         self._composed: dict[str, Any] = {}
         if "generate" in options.methods and generate.is_transformers(target):
-            self._composed["generate"] = generate.Generator(self)
+            self._composed["generate"] = generate.TextGeneration(self)
 
     # -- calls -------------------------------------------------------------------------------------
 
