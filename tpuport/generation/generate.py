@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import types
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
 
 PREFIX = "_generate_"
+# What an encoder reads of the generation config.
+_OF_ENCODER = ("output_attentions", "output_hidden_states")
 _REFUSED = {
     "streamer": "read the tokens when generate returns",
     "assistant_model": "generate without an assistant: the tokens are the same",
@@ -83,12 +84,9 @@ class TextGeneration:
         self, inputs: Any, given: dict[str, Any], name: Any, generation_config: Any
     ) -> Any:
         if given.get("encoder_outputs") is None:
-            # Only what the encoder reads: the lengths in it would need a program each.
-            config = types.SimpleNamespace(
-                output_attentions=generation_config.output_attentions,
-                output_hidden_states=generation_config.output_hidden_states,
-            )
-            outputs = self._run("encode", inputs, given, name, config)
+            # Not the entire config: the lengths in it would need a program each.
+            returned = {n: getattr(generation_config, n) for n in _OF_ENCODER}
+            outputs = self._run("encode", inputs, given, name, returned)
             given = {**given, "encoder_outputs": outputs}
         return given
 

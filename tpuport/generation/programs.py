@@ -1,5 +1,6 @@
 """What the programs of a generation compute: the pass over the prompt, and the loop over tokens."""
 
+import types
 from typing import Any
 
 import torch
@@ -13,8 +14,19 @@ from tpuport.tracing.control_flow.while_loop import traced_while
 _COLUMNS = ("position_ids", "decoder_position_ids", "token_type_ids", "mm_token_type_ids")
 
 
-def encode(model: Any, inputs: torch.Tensor, given: dict[str, Any], name: str, config: Any) -> Any:
-    """Run the encoder of an encoder-decoder model."""
+def encode(
+    model: Any, inputs: torch.Tensor, given: dict[str, Any], name: str, returned: dict[str, Any]
+) -> Any:
+    """Run the encoder of an encoder-decoder model.
+
+    Args:
+        model: The model.
+        inputs: What the encoder reads.
+        given: The arguments of the model.
+        name: The model's argument for `inputs`.
+        returned: The settings of the generation that say what the encoder returns.
+    """
+    config = types.SimpleNamespace(**returned)
     prepare = type(model)._maybe_prepare_encoder_kwargs_for_generation
     return prepare(model, inputs, dict(given), name, config)["encoder_outputs"]
 
