@@ -106,7 +106,7 @@ class PortedModel(PortedState):
                 f" tpuport.convert(model, methods=('forward', {name!r}))"
             )
             raise AttributeError(msg)
-        call = self._call if name in self._composed else self._quick_call
+        call = self._call if self._is_composed(name) else self._quick_call
         return lambda *args, **kwargs: call(name, args, kwargs)
 
     def _quick_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,7 +164,11 @@ class PortedModel(PortedState):
     def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the code path of a call; of a composed method it depends on what is given."""
         path = super()._path_of(method, args, kwargs)
-        return (path, len(args), frozenset(kwargs)) if method in self._composed else path
+        return (path, len(args), frozenset(kwargs)) if self._is_composed(method) else path
+
+    def _is_composed(self, method: str) -> bool:
+        """Return whether a method is several programs, with work on the host between them."""
+        return method in self._composed
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -117,8 +117,15 @@ def fail(verifier: Verifier, call: Call, records: list[Parity]) -> None:
     """
     report = verifier.ported.report
     worst = min(records, key=lambda record: (-record.used, record.path))
-    divergence = first_difference(verifier, call)
-    where = ""
+    divergence, where = None, ""
+    if verifier.ported._is_composed(call.method):
+        # The search traces a method as it is written: here with a copy of the model for each token.
+        where = (
+            f"; the first module that differs is not searched for, because {call.method} runs as"
+            " several programs: compare forward on these tokens to find it"
+        )
+    else:
+        divergence = first_difference(verifier, call)
     if divergence is not None:
         report.add(divergence)
         where = (
