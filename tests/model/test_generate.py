@@ -1,14 +1,18 @@
 """`generate` of transformers: equal tokens, and no program more for another number of tokens."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import tpuport
-from tpuport.foundation.errors import UsageError
+from tpuport.foundation.errors import ParityError, UsageError
+from tpuport.generation import generate
 
 transformers = pytest.importorskip("transformers")
+PAGE = Path(__file__).parents[2] / "docs/generation.md"
 COMMON = {
     "vocab_size": 61, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256,
@@ -82,31 +86,81 @@ def test_greedy_of_other_lengths_prompts_and_weights() -> None:
 
 def test_sequences_end() -> None:
     model = llama()
-    end = int(model.generate(**prompt(), max_new_tokens=5)[1, -2])
+    given: dict[str, Any] = {**prompt(), "repetition_penalty": 1.3}
+    end = int(model.generate(**given, max_new_tokens=5)[1, -2])
+    given = {**given, "max_new_tokens": 9, "eos_token_id": end}
     ported = tpuport.convert(model, methods=("generate",), verify="always")
     for least in (None, 6):
-        given = {**prompt(), "max_new_tokens": 9, "eos_token_id": end, "min_new_tokens": least}
-        assert torch.equal(tpuport.to_torch(ported.generate(**given)), model.generate(**given))
+        want = model.generate(**given, min_new_tokens=least)
+        got = ported.generate(**given, min_new_tokens=least)
+        assert torch.equal(tpuport.to_torch(got), want)
 
 
-def test_sampling_draws_what_eager_draws_in_the_comparison() -> None:
-    ported = tpuport.convert(llama(), methods=("generate",))
-    given = {**prompt(), "max_new_tokens": 9, "do_sample": True, "top_k": 20, "top_p": 0.9,
-             "temperature": 0.8, "repetition_penalty": 1.2}  # fmt: skip
-    first = tpuport.to_torch(ported.generate(**given))  # raises if a token differs
+def test_the_example_of_the_page_draws_what_eager_draws() -> None:
+    code = re.search(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert code is not None
+    given = prompt()
+    names = {"tpuport": tpuport, "model": llama(), "ids": given["input_ids"],
+             "mask": given["attention_mask"]}  # fmt: skip
+    exec(code[1], names)  # raises if a token differs
+    ported, first = names["ported"], tpuport.to_torch(names["ids"])
     assert ported.report.verified
-    assert not torch.equal(first, tpuport.to_torch(ported.generate(**given)))
+    assert (first[:, :7] == given["input_ids"]).all()
+    again = ported.generate(**given, max_new_tokens=40, do_sample=True, top_p=0.9)
+    assert not torch.equal(first, tpuport.to_torch(again))
 
 
 @pytest.mark.parametrize(
     "asked",
-    [{"num_beams": 2}, {"return_dict_in_generate": True}, {"max_time": 1.0}, {"use_cache": False}],
+    [
+        {"num_beams": 2},
+        {"return_dict_in_generate": True},
+        {"max_time": 1.0},
+        {"use_cache": False},
+        {"no_repeat_ngram_size": 2},
+    ],
     ids=str,
 )
 def test_what_is_refused_is_named(asked: dict[str, Any]) -> None:
     ported = tpuport.convert(llama(), methods=("generate",), verify=False)
     with pytest.raises(UsageError, match="not supported by generate as a program"):
         ported.generate(**prompt(), max_new_tokens=4, **asked)
+
+
+class Prepares(transformers.LlamaForCausalLM):
+    """A model that computes with its weights before generation."""
+
+    def _prepare_model_inputs(self, inputs: Any, *args: Any) -> Any:
+        self.lm_head(torch.zeros(16))
+        return super()._prepare_model_inputs(inputs, *args)
+
+
+def test_weights_are_not_used_on_the_host() -> None:
+    model = Prepares(transformers.LlamaConfig(**COMMON)).eval()
+    ported = tpuport.convert(model, methods=("generate",), verify=False)
+    with pytest.raises(UsageError, match="a model that calls Linear before its tokens"):
+        ported.generate(**prompt(), max_new_tokens=4)
+
+
+def test_other_tokens_are_an_error_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = llama()
+    ported = tpuport.convert(model, methods=("generate",))
+    given = {**prompt(), "max_new_tokens": 2}
+    # In place of both programs: tokens that eager does not choose.
+    wrong = 60 - model.generate(**given)
+    monkeypatch.setattr(generate.TextGeneration, "__call__", lambda self, args, kwargs: wrong)
+    with pytest.raises(ParityError, match="not searched for, because generate runs as several"):
+        ported.generate(**given)
+
+
+@pytest.mark.slow
+def test_sampling_with_all_processors() -> None:
+    ported = tpuport.convert(llama(), methods=("generate",), verify="always")
+    for temperature in (0.8, 1.5):
+        given = {**prompt(), "max_new_tokens": 9, "do_sample": True, "top_k": 20, "top_p": 0.9,
+                 "temperature": temperature, "repetition_penalty": 1.2}  # fmt: skip
+        ported.generate(**given)  # raises if a token differs
+    assert ported.report.verified
 
 
 @pytest.mark.slow

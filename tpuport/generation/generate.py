@@ -73,8 +73,12 @@ class TextGeneration:
                 "generate on a model in training mode: dropout would draw other numbers than"
                 " sampling in eager PyTorch; call ported.eval() first"
             )
-        if model.config.is_encoder_decoder:
-            model._maybe_prepare_encoder_kwargs_for_generation = self._encoded
+        # Without an encoder of text, images are encoded in the pass over the prompt.
+        is_text = model.config.is_encoder_decoder
+        prepare = self._encoded if is_text else lambda inputs, given, *rest: given
+        model._maybe_prepare_encoder_kwargs_for_generation = prepare
+        for one in model.modules():
+            one.register_forward_pre_hook(_refuse_on_host)
         return model
 
     def _run(self, name: str, *args: Any) -> Any:
@@ -123,6 +127,15 @@ class TextGeneration:
         return ids[:, : int(count)]
 
 
+def _refuse_on_host(module: torch.nn.Module, inputs: Any) -> None:
+    """Refuse a preparation that computes with weights: those on the host are not the port's."""
+    del inputs
+    raise _refused(
+        f"a model that calls {type(module).__name__} before its tokens are chosen",
+        "call that layer in forward",
+    )
+
+
 def bucketed(length: int) -> int:
     """Return the room for a sequence: of a few sizes, so that close lengths share programs."""
     step = max(64, 1 << max(length.bit_length() - 3, 0))
@@ -146,11 +159,14 @@ def _ends(criteria: Any) -> torch.Tensor | None:
 def _refuse_config(config: Any) -> None:
     mode = config.get_generation_mode()
     if mode not in ("greedy_search", "sample"):
-        raise _refused(f"the generation mode {mode.value!r}", "set num_beams=1")
+        raise _refused(f"the generation mode {mode.value!r}", "use greedy search or sampling")
     if config.guidance_scale not in (None, 1) or config.watermarking_config is not None:
         raise _refused("guidance_scale= or watermarking_config=", "leave it out")
     if config.prefill_chunk_size is not None:
         raise _refused("prefill_chunk_size=", "leave it out")
+    for name in ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"):
+        if getattr(config, name):
+            raise _refused(f"{name}=", "use repetition_penalty")
     if config.use_cache is False:
         raise _refused("use_cache=False", "leave it out: the tokens are the same")
     if config.return_dict_in_generate:
