@@ -53,6 +53,19 @@ def t5() -> Any:
     return transformers.T5ForConditionalGeneration(config).eval()
 
 
+def llava() -> Any:
+    text = transformers.LlamaConfig(**COMMON)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        image_size=8, patch_size=4,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_id=60)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    return model
+
+
 def prompt(seed: int = 0) -> dict[str, torch.Tensor]:
     """Return two sequences, the first with padding at the left."""
     ids = torch.randint(6, 61, (2, 7), generator=torch.Generator().manual_seed(seed))
@@ -168,3 +181,20 @@ def test_sampling_with_all_processors() -> None:
 def test_other_models(make: Any) -> None:
     torch.manual_seed(0)
     check_greedy(make())
+
+
+@pytest.mark.slow
+def test_images_are_encoded_with_the_weights_of_the_port() -> None:
+    torch.manual_seed(0)
+    model, other = llava(), llava()
+    ids = torch.tensor([[1, 60, 60, 60, 60, 9, 11]])
+    given = {"input_ids": ids, "pixel_values": torch.randn(1, 3, 8, 8), "max_new_tokens": 6}
+    ported = tpuport.convert(model, methods=("generate",))
+    ported.generate(**given)
+    # Only what encodes images has other weights.
+    values = {n: v for n, v in model.state_dict().items() if n.startswith(("lm_", "model.lang"))}
+    other.load_state_dict(values, strict=False)
+    ported.load(other.state_dict())
+    after = other.generate(**given)
+    assert not torch.equal(after, model.generate(**given))
+    assert torch.equal(tpuport.to_torch(ported.generate(**given)), after)
