@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "tpuport"
 BASE = {"foundation"}
 TEXT = BASE | {"source", "rules", "lint"}
 TRACING = BASE | {"source", "kernels", "reports", "tracing"}
-MODEL = TRACING | TEXT | {"weights", "cost", "diagnosis", "model"}
+MODEL = TRACING | TEXT | {"weights", "cost", "diagnosis", "generation", "model"}
 SPREAD = BASE | {"cost", "reports", "tracing", "model", "diagnosis", "sharding"}
 AOT = SPREAD | {"weights", "kernels", "training", "aot"}
 ROOMS: dict[str, set[str]] = {
@@ -35,6 +35,7 @@ ROOMS: dict[str, set[str]] = {
     "ops": BASE | {"source", "tracing"},
     "migrate": TEXT,
     "diagnosis": TEXT,
+    "generation": BASE | {"tracing"},
     "model": MODEL,
     "sharding": SPREAD,
     "quantization": SPREAD | {"quantization"},

@@ -16,6 +16,7 @@ from tpuport.diagnosis.explain import explaining
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
+from tpuport.generation import generate
 from tpuport.model import lowering, pure, report_builder
 from tpuport.model.bound_program import BoundProgram, kinds_of
 from tpuport.model.options import ConvertOptions
@@ -76,6 +77,10 @@ class PortedModel(PortedState):
             self._verifier = verify.Verifier(self, target, options.rtol)
             self._verifier.always = options.verify == "always"
         self._sampler = Sampler(self._verifier) if options.verify == "sample" else None
+        # Methods that are several programs, by name.
+        self._composed: dict[str, Any] = {}
+        if "generate" in options.methods and generate.is_transformers(target):
+            self._composed["generate"] = generate.TextGeneration(self)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -101,7 +106,8 @@ class PortedModel(PortedState):
                 f" tpuport.convert(model, methods=('forward', {name!r}))"
             )
             raise AttributeError(msg)
-        return lambda *args, **kwargs: self._quick_call(name, args, kwargs)
+        call = self._call if self._is_composed(name) else self._quick_call
+        return lambda *args, **kwargs: call(name, args, kwargs)
 
     def _quick_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method: by its bound program if there is one for such arguments."""
@@ -155,10 +161,22 @@ class PortedModel(PortedState):
         except VerifyAgain:
             return self._verified_call(method, args, kwargs)
 
+    def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the code path of a call; of a composed method it depends on what is given."""
+        path = super()._path_of(method, args, kwargs)
+        return (path, len(args), frozenset(kwargs)) if self._is_composed(method) else path
+
+    def _is_composed(self, method: str) -> bool:
+        """Return whether a method is several programs, with work on the host between them."""
+        return method in self._composed
+
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         """Run one jitted call; return its output and the state before it."""
+        composed = self._composed.get(method)
+        if composed is not None:
+            return composed(args, kwargs), self._values()
         call = self._prepare(method, args, kwargs)
         return self._finish(call, call.run()), call.state
 

@@ -117,15 +117,27 @@ def fail(verifier: Verifier, call: Call, records: list[Parity]) -> None:
     """
     report = verifier.ported.report
     worst = min(records, key=lambda record: (-record.used, record.path))
-    divergence = first_difference(verifier, call)
-    where = ""
+    divergence, where, remedy = None, "", _remedy(worst, verifier)
+    if verifier.ported._is_composed(call.method):
+        # The search traces a method as it is written: here with a copy of the model for each token.
+        where = (
+            f"; the first module that differs is not searched for, because {call.method} runs as"
+            " several programs"
+        )
+        remedy = (
+            "call forward of the port on these tokens, which is compared too. If it agrees and both"
+            " tokens have nearly equal scores there, rounding chose one, and convert(...,"
+            " verify=False) accepts that; if not, please report it with the code of the model"
+        )
+    else:
+        divergence = first_difference(verifier, call)
     if divergence is not None:
         report.add(divergence)
         where = (
             f"; the first module that differs is {divergence.module or 'the model itself'}"
             f" ({divergence.cls})"
         )
-    raise ParityError(f"{_difference(worst, verifier)}{where}", remedy=_remedy(worst, verifier))
+    raise ParityError(f"{_difference(worst, verifier)}{where}", remedy=remedy)
 
 
 def _difference(worst: Parity, verifier: Verifier) -> str:
