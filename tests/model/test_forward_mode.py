@@ -107,16 +107,18 @@ DUAL: dict[str, Case] = {
     "linear": lambda m, x: dual(lambda y: F.linear(y, m.weight), x),
     "module": lambda m, x: dual(m.net, x),
     "norm": lambda m, x: dual(lambda y: F.layer_norm(y, (3,), m.weight[0]), x),
-    "softmax": lambda m, x: dual(lambda y: F.softmax(y, -1) @ m.weight, x),
-    "attention": lambda m, x: dual(
-        lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
-    ),
-    "conv": lambda m, x: dual(lambda y: F.conv1d(y[:, None], m.weight[:, None]), x),
     "written": lambda m, x: dual(written, x @ m.weight),
     "weight": lambda m, x: dual(lambda w: F.linear(x, w), m.weight),
     "constant": lambda m, x: dual(lambda y: y * x @ m.weight, torch.arange(3.0)),
     "stopped": lambda m, x: dual(lambda y: y.detach() * y @ m.weight, x),
     "branch": lambda m, x: dual(lambda y: m.branch(y) + y, x @ m.weight),
+}
+LAYERS: dict[str, Case] = {
+    "softmax": lambda m, x: dual(lambda y: F.softmax(y, -1) @ m.weight, x),
+    "attention": lambda m, x: dual(
+        lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
+    ),
+    "conv": lambda m, x: dual(lambda y: F.conv1d(y[:, None], m.weight[:, None]), x),
     "recurrent": lambda m, x: dual(lambda y: m.gru(y[None])[0], x),
 }
 FUNCTIONAL: dict[str, Case] = {
@@ -136,7 +138,15 @@ FUNCTIONAL: dict[str, Case] = {
     ),
     "vhp": lambda m, x: functional.vhp(smooth, x, x.cos()),
 }
-GROUPS = {"jvp": FUNCTIONS, "second": SECOND, "dual": DUAL, "functional": FUNCTIONAL}
+GROUPS = {
+    "jvp": FUNCTIONS,
+    "second": SECOND,
+    "dual": DUAL,
+    "layers": LAYERS,
+    "functional": FUNCTIONAL,
+}
+# "dual" has other layers, "jvp" attention.
+SLOW = {"layers"}
 
 
 class Net(nn.Module):
@@ -160,7 +170,9 @@ def _loss(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     return torch.stack([leaf.square().mean() for leaf in leaves]).mean()
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group", [pytest.param(g, marks=[pytest.mark.slow] * (g in SLOW)) for g in GROUPS]
+)
 def test_derivatives_inside_a_model_are_those_of_eager(group: str) -> None:
     torch.manual_seed(0)
     model = Net(group)

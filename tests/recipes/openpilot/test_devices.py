@@ -26,7 +26,7 @@ from tpuport.foundation.errors import UsageError
 
 DEVICES = 8
 OPTIONS = TrainOptions(
-    dora=DoraOptions(("temporal_hydra", "attention"), rank=4),
+    dora=DoraOptions(("temporal_hydra/plan",), rank=2),
     losses=LossWeights(plan=0.0, path=1.0),
     warmup=1,
     length=2,
