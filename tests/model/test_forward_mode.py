@@ -87,7 +87,6 @@ FUNCTIONS: dict[str, Case] = {
     "attention": lambda m, x: pushed(
         lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
     ),
-    "branch": lambda m, x: pushed(lambda y: m.branch(y) + y @ m.weight, x),
 }
 SECOND: dict[str, Case] = {
     "jacfwd": lambda m, x: jacfwd(lambda y, w: y @ w, argnums=(0, 1))(x[0], m.weight),
@@ -111,7 +110,11 @@ DUAL: dict[str, Case] = {
     "weight": lambda m, x: dual(lambda w: F.linear(x, w), m.weight),
     "constant": lambda m, x: dual(lambda y: y * x @ m.weight, torch.arange(3.0)),
     "stopped": lambda m, x: dual(lambda y: y.detach() * y @ m.weight, x),
-    "branch": lambda m, x: dual(lambda y: m.branch(y) + y, x @ m.weight),
+}
+# A trace begins again for a branch: with these alone.
+BRANCHES: dict[str, Case] = {
+    "jvp": lambda m, x: pushed(lambda y: m.branch(y) + y @ m.weight, x),
+    "dual": lambda m, x: dual(lambda y: m.branch(y) + y, x @ m.weight),
 }
 LAYERS: dict[str, Case] = {
     "softmax": lambda m, x: dual(lambda y: F.softmax(y, -1) @ m.weight, x),
@@ -142,6 +145,7 @@ GROUPS = {
     "jvp": FUNCTIONS,
     "second": SECOND,
     "dual": DUAL,
+    "branches": BRANCHES,
     "layers": LAYERS,
     "functional": FUNCTIONAL,
 }

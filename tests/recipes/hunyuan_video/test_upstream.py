@@ -146,7 +146,7 @@ def test_image_to_video_is_that_of_diffusers(
     assert relative(found, latents_by_eager(components, of_diffusers, options, wanted)) < 1e-4
 
 
-# test_pipeline.py has a step in bfloat16 with diffusers' class.
+# upstream/test_hyvideo.py has the class in bfloat16, test_pipeline.py steps in it.
 @pytest.mark.slow
 def test_bfloat16_stays_near(
     folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray
