@@ -149,8 +149,6 @@ GROUPS = {
     "layers": LAYERS,
     "functional": FUNCTIONAL,
 }
-# "dual" has other layers, "jvp" attention.
-SLOW = {"layers"}
 
 
 class Net(nn.Module):
@@ -174,9 +172,7 @@ def _loss(model: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
     return torch.stack([leaf.square().mean() for leaf in leaves]).mean()
 
 
-@pytest.mark.parametrize(
-    "group", [pytest.param(g, marks=[pytest.mark.slow] * (g in SLOW)) for g in GROUPS]
-)
+@pytest.mark.parametrize("group", GROUPS)
 def test_derivatives_inside_a_model_are_those_of_eager(group: str) -> None:
     torch.manual_seed(0)
     model = Net(group)
