@@ -59,8 +59,15 @@ tpuport.save_checkpoint(target, new, max_shard_size=300_000)
 """
 
 
+# "m.safetensors" has the one file, the other of the two folders several.
 @pytest.mark.parametrize(
-    ("name", "after"), [("m.safetensors", 3), ("m.pt", 3), ("folder", 0), ("folder", 3)]
+    ("name", "after"),
+    [
+        ("m.safetensors", 3),
+        pytest.param("m.pt", 3, marks=pytest.mark.slow),
+        pytest.param("folder", 0, marks=pytest.mark.slow),
+        ("folder", 3),
+    ],
 )
 def test_a_process_killed_while_saving_leaves_the_old_files(tmp_path: Path, name: str, after: int):
     target = tmp_path / name

@@ -295,11 +295,12 @@ def generated(seed: int) -> str:
     body = textwrap.indent("\n".join([branch(1), block(0)]), "    ")
     start = "a, b, n, s = x * 1, x * 2, 0, x.sum()\nw, c, d = a.view(2, 4), [0] * 4, {'k': s}\n"
     end = "return a, b, n, s, w, c, d['k'], h"
-    lines = f"{start}h = torch.ones(4)\nfor j in range(4):\n{body}\n{end}"
+    lines = f"{start}h = torch.ones(4)\nfor j in range(3):\n{body}\n{end}"
     return f"def row_loop(x, m):\n{textwrap.indent(lines, '    ')}\n"
 
 
-@pytest.mark.parametrize("seed", range(3))
+# The first has no branch on a traced value, the second has two in each other, as the third.
+@pytest.mark.parametrize("seed", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generated(seed: int, tmp_path: Any):
     text = generated(seed)
     path = tmp_path / f"row_loop_{seed}.py"

@@ -260,14 +260,20 @@ SELECTIONS: dict[str, Program] = {
     "cat": lambda x, y, w, s, m: torch.cat([x[m], y]).log(),
     "cat of rows": lambda x, y, w, s, m: torch.cat([x[m], y[~m]]).sqrt(),
     "pad": over(lambda r: F.pad(r, (0, 0, 1, 1), value=0.5).log()),
-    "slice": lambda x, y, w, s, m: selected_first(x, m)[: m.sum().item()].log(),
     "slice of rows": over(lambda r: r[1:].log()),
     "last rows": over(lambda r: r[-2:].log()),
+}
+
+# Sizes and branches that data decide: a trace begins again for them, so with few others.
+SIZES: dict[str, Program] = {
+    "slice": lambda x, y, w, s, m: selected_first(x, m)[: m.sum().item()].log(),
     "slice from": lambda x, y, w, s, m: selected_first(x, m).flip(0)[6 - m.sum().item() :].log(),
     "parts": lambda x, y, w, s, m: (
         selected_first(x, m).split([m.sum().item(), 6 - m.sum().item()])[0].log()
     ),
     "arange": lambda x, y, w, s, m: torch.arange(m.sum().item()) * w[0].log() / x[m][:, 0],
+}
+BRANCHES: dict[str, Program] = {
     "guarded": lambda x, y, w, s, m: x[m].log().mean() if m.any() else x.sum() * 0,
 }
 
@@ -279,6 +285,8 @@ TABLES = {
     "contractions": CONTRACTIONS,
     "scatters": SCATTERS,
     "selections": SELECTIONS,
+    "sizes": SIZES,
+    "branches": BRANCHES,
 }
 
 MASKS = {

@@ -268,7 +268,13 @@ def _loss(out: Any) -> Any:
     return sum((one * one).sum() for one in parts)
 
 
-@pytest.mark.parametrize("build", MODELS)
+# "Reversible" takes longest; its training below has its gradients.
+SLOW = {Reversible}
+
+
+@pytest.mark.parametrize(
+    "build", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MODELS]
+)
 def test_values_and_gradients_are_those_of_eager(build: type[nn.Module]):
     torch.manual_seed(0)
     model = build().eval()

@@ -202,7 +202,14 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+# Below the first is trained and the second runs; "Guarded" asks for the number of rows as well.
+SLOW = {"DeepSeek", "SwitchTransformers", "Longcat"}
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s.name in SLOW), id=s.name) for s in SCENARIOS],
+)
 def test_values_and_gradients(scenario):
     """The second routing is no other program."""
     ported = check_calls(scenario, by_tpuport)

@@ -156,7 +156,13 @@ def check(want: dict[str, Any], have: dict[str, Any], where: Any) -> None:
         np.testing.assert_allclose(got, expected, rtol=1e-5, err_msg=f"{name} at {where}")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Other functions in the place of "sqrt"; test_special_points.py has each where it is taken.
+SLOW = {"log", "product", "power", "infinite factor"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in PROGRAMS]
+)
 def test_gradients_of_each_path(name: str):
     """By `jax.grad` of `apply`, and with the flags for None."""
     ported = tpuport.convert(Model(PROGRAMS[name]), verify=False)

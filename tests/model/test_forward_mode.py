@@ -87,7 +87,6 @@ FUNCTIONS: dict[str, Case] = {
     "attention": lambda m, x: pushed(
         lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
     ),
-    "branch": lambda m, x: pushed(lambda y: m.branch(y) + y @ m.weight, x),
 }
 SECOND: dict[str, Case] = {
     "jacfwd": lambda m, x: jacfwd(lambda y, w: y @ w, argnums=(0, 1))(x[0], m.weight),
@@ -107,16 +106,22 @@ DUAL: dict[str, Case] = {
     "linear": lambda m, x: dual(lambda y: F.linear(y, m.weight), x),
     "module": lambda m, x: dual(m.net, x),
     "norm": lambda m, x: dual(lambda y: F.layer_norm(y, (3,), m.weight[0]), x),
+    "written": lambda m, x: dual(written, x @ m.weight),
+    "weight": lambda m, x: dual(lambda w: F.linear(x, w), m.weight),
+    "constant": lambda m, x: dual(lambda y: y * x @ m.weight, torch.arange(3.0)),
+    "stopped": lambda m, x: dual(lambda y: y.detach() * y @ m.weight, x),
+}
+# A trace begins again for a branch: with these alone.
+BRANCHES: dict[str, Case] = {
+    "jvp": lambda m, x: pushed(lambda y: m.branch(y) + y @ m.weight, x),
+    "dual": lambda m, x: dual(lambda y: m.branch(y) + y, x @ m.weight),
+}
+LAYERS: dict[str, Case] = {
     "softmax": lambda m, x: dual(lambda y: F.softmax(y, -1) @ m.weight, x),
     "attention": lambda m, x: dual(
         lambda y: F.scaled_dot_product_attention(y[None], y[None], y[None] @ m.weight), x
     ),
     "conv": lambda m, x: dual(lambda y: F.conv1d(y[:, None], m.weight[:, None]), x),
-    "written": lambda m, x: dual(written, x @ m.weight),
-    "weight": lambda m, x: dual(lambda w: F.linear(x, w), m.weight),
-    "constant": lambda m, x: dual(lambda y: y * x @ m.weight, torch.arange(3.0)),
-    "stopped": lambda m, x: dual(lambda y: y.detach() * y @ m.weight, x),
-    "branch": lambda m, x: dual(lambda y: m.branch(y) + y, x @ m.weight),
     "recurrent": lambda m, x: dual(lambda y: m.gru(y[None])[0], x),
 }
 FUNCTIONAL: dict[str, Case] = {
@@ -136,7 +141,14 @@ FUNCTIONAL: dict[str, Case] = {
     ),
     "vhp": lambda m, x: functional.vhp(smooth, x, x.cos()),
 }
-GROUPS = {"jvp": FUNCTIONS, "second": SECOND, "dual": DUAL, "functional": FUNCTIONAL}
+GROUPS = {
+    "jvp": FUNCTIONS,
+    "second": SECOND,
+    "dual": DUAL,
+    "branches": BRANCHES,
+    "layers": LAYERS,
+    "functional": FUNCTIONAL,
+}
 
 
 class Net(nn.Module):

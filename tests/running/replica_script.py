@@ -12,6 +12,7 @@ import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel
 
 
 def collectives(rank, size, device):
@@ -97,6 +98,30 @@ def group(rank, size, device):
     return {"sum": x, "parts": parts, "names": names, "backend": dist.get_backend()}
 
 
+def wrong(rank, device):
+    """Return what each wrong call raises."""
+    x = torch.ones(2 + rank, device=device)
+    calls = {
+        "group": lambda: xm.all_reduce("sum", x, groups=[[0], [1, 2]]),
+        "parts": lambda: xm.all_to_all(torch.ones(2, device=device), 0, 0, 4),
+        "divides": lambda: xm.reduce_scatter("sum", torch.ones(3, device=device), 1.0, 0, 2),
+        "shapes": lambda: xm.all_gather(x),
+        "order": lambda: xm.mesh_reduce("a", 1, sum) if rank else xm.all_gather(x),
+        "spmd": xr.use_spmd,
+        "number": lambda: xmp.spawn(print, nprocs=8),
+        "fsdp": lambda: XlaFullyShardedDataParallel(nn.Linear(2, 2)),
+        "some": lambda: xm.xla_rendezvous(b"", ordinals=[0]),
+    }
+    raised = {}
+    for name, call in calls.items():
+        try:
+            call()
+            raised[name] = "nothing"
+        except Exception as error:
+            raised[name] = f"{type(error).__name__} {error}".replace("\n", " ")
+    return raised
+
+
 def main(rank, folder):
     dist.init_process_group("xla", init_method="xla://")
     device, size = xm.xla_device(), xr.world_size()
@@ -105,6 +130,7 @@ def main(rank, folder):
         "collectives": collectives(rank, size, device),
         "training": training(rank, size, device),
         "group": group(rank, size, device),
+        "wrong": wrong(rank, device),
     }
     xm.save(found, folder / f"{rank}.pt", master_only=False)
     xm.save(rank, folder / "master.pt")

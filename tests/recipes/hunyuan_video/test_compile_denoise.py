@@ -1,17 +1,44 @@
 """A step of denoising is compiled for chips that are not there."""
 
+from typing import Any
+
 import pytest
 
+import tpuport
 from recipes.hunyuan_video import compile
 from recipes.hunyuan_video.compile import compile_denoise, make_transformer, step_shapes
 from tests.program.small import needs_libtpu
 from tpuport.foundation.errors import UsageError
 
+SMALL = {"num_layers": 1, "num_attention_heads": 4, "num_refiner_layers": 1}
 
+
+def test_its_program_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(tpuport, "compile_for", lambda *a, **named: asked.append((*a, named)))
+    compile_denoise("sequence", "v6e-4", 5, 128, 128, model=make_transformer(**SMALL), quick=False)
+    compile_denoise("auto", "v6e-8", 5, 128, 128, model=make_transformer(**SMALL), calls=2)
+    compile_denoise("auto", "v6e-8", 5, 128, 128, model=make_transformer(**SMALL), guidance=1.0)
+    found: list[Any] = [
+        (topology, named["mesh"], named["quick"], *named["inputs"][0][3:])
+        for _, topology, named in asked
+    ]
+    assert found == [
+        ("v6e-4", {"sequence": 4}, False, 6.0, 1),
+        ("v6e-8", {"data": 2, "sequence": 4}, True, 6.0, 2),
+        ("v6e-8", {"sequence": 8}, True, 1.0, 1),
+    ]
+    assert {named["method"] for *_, named in asked} == {"denoise_step"}
+    rows = [named["inputs"][0][2]["text"].shape[0] for *_, named in asked]
+    assert rows == [2, 2, 1]
+
+
+# Above it is asked for; openpilot/test_compile.py compiles a step, and test_spreading.py runs this.
+@pytest.mark.slow
 @needs_libtpu
 def test_a_step_is_spread_over_the_chips(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compile, "MAX_LENGTH", 200)  # libtpu takes half as long
-    model = make_transformer(num_layers=1, num_attention_heads=4, num_refiner_layers=1)
+    model = make_transformer(**SMALL)
     report = compile_denoise("sequence", "v6e-4", 5, 128, 128, model=model, kernel_times=False)
     assert (report.what, report.num_chips, report.quick) == ("denoise_step", 4, True)
     assert report.fits

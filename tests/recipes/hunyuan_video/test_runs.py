@@ -234,6 +234,8 @@ def test_what_is_no_model_is_said(tmp_path: Path):
     assert "make-weights" in found.output
 
 
+# test_caching.py has the cache; the first test here compares, the second leaves latents alone.
+@pytest.mark.slow
 def test_latents_are_enough_by_choice(model_folder: Path, tmp_path: Path):
     """And they tell how far a run that reuses blocks' results is from one that does not."""
     full, cached = tmp_path / "full", tmp_path / "cached"

@@ -46,10 +46,9 @@ def on_one(components: Components, encoded: Any) -> np.ndarray:
     return latents_of(components, encoded, None)
 
 
-# "mixed" has the tokens of "sequence" and the rules of "tensor".
+# "guidance" spreads the tokens as "sequence" does; test_weights_are_spread has what "tensor" adds.
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(s, marks=[pytest.mark.slow] * (s in ("sequence", "tensor"))) for s in SPREADS],
+    "name", [pytest.param(s, marks=[pytest.mark.slow] * (s != "guidance")) for s in SPREADS]
 )
 def test_eight_devices_give_what_one_gives(
     components: Components, encoded: Any, on_one: np.ndarray, name: str

@@ -124,6 +124,8 @@ def test_steps_are_those_of_eager_pytorch_and_of_diffusers(
     assert relative(found, latents_by_eager(other, of_diffusers, OPTIONS, encoded)) < 1e-4
 
 
+# Above are steps of this class, in test_pipeline.py those with a picture.
+@pytest.mark.slow
 def test_image_to_video_is_that_of_diffusers(
     folders: tuple[Path, Path], encoded: dict[str, Any], picture: Path, of_diffusers: Any
 ):
@@ -144,6 +146,8 @@ def test_image_to_video_is_that_of_diffusers(
     assert relative(found, latents_by_eager(components, of_diffusers, options, wanted)) < 1e-4
 
 
+# upstream/test_hyvideo.py has the class in bfloat16, test_pipeline.py steps in it.
+@pytest.mark.slow
 def test_bfloat16_stays_near(
     folders: tuple[Path, Path], encoded: dict[str, Any], found: np.ndarray
 ):

@@ -11,7 +11,13 @@ from recipes.openpilot.schema import log_schema
 
 FIRST_ID = 37  # of frame 0
 OPTIONS = make_data.RouteOptions(
-    segments=1, seconds=2.0, seed=11, markers=True, lead=0.0, dropped=frozenset({5, 6, 20})
+    segments=1,
+    seconds=2.0,
+    seed=11,
+    markers=True,
+    lead=0.0,
+    dropped=frozenset({5, 6, 20}),
+    shrink=2,
 )
 
 

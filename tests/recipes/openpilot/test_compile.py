@@ -21,7 +21,7 @@ from tests.recipes.openpilot.frames import make_shard
 from tpuport.foundation.errors import UsageError
 
 LOSSES = LossWeights(plan=0.0, path=1.0)
-DORA = DoraOptions(("temporal_hydra", "attention"), rank=4)
+DORA = DoraOptions(("temporal_hydra/plan",), rank=4)
 OPTIONS = TrainOptions(DORA, LOSSES, warmup=1, length=2, batch_size=8)
 
 

@@ -26,7 +26,7 @@ from tpuport.foundation.errors import UsageError
 
 DEVICES = 8
 OPTIONS = TrainOptions(
-    dora=DoraOptions(("temporal_hydra", "attention"), rank=4),
+    dora=DoraOptions(("temporal_hydra/plan",), rank=2),
     losses=LossWeights(plan=0.0, path=1.0),
     warmup=1,
     length=2,
@@ -85,11 +85,12 @@ def test_what_cannot_be_spread_is_refused(
     driving_models: Callable[..., list[Path]], shard: Path, tmp_path: Path
 ):
     files = driving_models("0.10.3")
+    given = replace(OPTIONS, see_once=False)  # is computed before
     for devices, words in (
         (DEVICES + 1, f"devices={DEVICES + 1}: there are {DEVICES}"),
         (3, "8 windows of a step over 3 devices: expected a multiple of 3"),
     ):
         with pytest.raises(UsageError, match=words):
-            train(files, [shard], tmp_path / str(devices), replace(OPTIONS, devices=devices))
+            train(files, [shard], tmp_path / str(devices), replace(given, devices=devices))
     with pytest.raises(UsageError, match="devices=0: expected 1 or more, or -1"):
         replace(OPTIONS, devices=0)

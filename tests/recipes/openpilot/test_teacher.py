@@ -75,7 +75,7 @@ def test_segments_are_labelled_once(driving_models: Callable[..., list[Path]], t
     expected = drive_all(driver, driver, arrays_of(shards[1]), batch=9)
     np.testing.assert_allclose(outputs, expected, atol=1e-4)
     with pytest.raises(UsageError, match=r"was begun otherwise .*model was"):
-        run(driving_models("0.10.0"), shards)
+        run(driving_models("2026-07"), shards)
     with pytest.raises(CheckpointError, match="is of format 'openpilot-frames-1': expected"):
         read_outputs(shards[0])
     both[0].write_bytes(b"broken")

@@ -69,7 +69,8 @@ def loop_loss(driver: Driver, batch: Tensors, truncate: int | None) -> torch.Ten
 @pytest.mark.parametrize(
     ("generation", "layers", "truncate", "remat"),
     [
-        ("0.10.3", ("plan", "attention"), None, False),
+        # test_devices.py takes a step of it that neither cuts gradients nor recomputes.
+        pytest.param("0.10.3", ("plan", "attention"), None, False, marks=pytest.mark.slow),
         ("2026-07", ("plan", "summarizer/feature"), 2, True),
         # One file: as test_commands.py trains one.
         pytest.param(

@@ -13,14 +13,12 @@ from tpuport.foundation.errors import UsageError
 from tpuport.training import TrainStep
 
 TRAINED = {"finetune", "train", "grpo"}
-# What they ask for is tested below; "train" is compiled.
-SLOW = set(STAGES) - {"train"}
 
 
+# What they ask for is tested below; openpilot/test_compile.py and tests/program compile steps.
 @needs_libtpu
-@pytest.mark.parametrize(
-    "stage", [pytest.param(s, marks=[pytest.mark.slow] * (s in SLOW)) for s in STAGES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_program_is_compiled_from_shapes(stage: str, monkeypatch: pytest.MonkeyPatch):
     # One block of each kind.
     monkeypatch.setitem(SIZES, "tiny", replace(SIZES["tiny"], layers=2))

@@ -102,6 +102,8 @@ def test_every_gradient_is_that_of_torch(sampler):
         assert relative(value, expected) < 1e-4, name
 
 
+# test_vlm.py adds up the gradients of parts, by the same step; the planner's loss is above.
+@pytest.mark.slow
 def test_four_parts_of_two_are_a_batch_of_eight():
     states = []
     for parts in (1, 4):

@@ -153,6 +153,8 @@ def test_a_process_reads_the_images_of_its_own_rows(
 # -- caching ---------------------------------------------------------------------------------------
 
 
+# test_cache.py gives a process its scenes, training/test_hosts.py joins two.
+@pytest.mark.slow
 def test_two_processes_cache_what_one_does(small: Small, tmp_path: Path):
     """Each its own scenes, all of them together."""
     save_chat_model(small.thin().model, small.tokenizer, tmp_path / "model")
@@ -216,7 +218,7 @@ def test_the_planner_trains_over_devices_as_on_one_device(
     check_planners(one, mesh)
 
 
-# The sibling above trains over a mesh; two processes join in the test of caching.
+# The sibling above trains over a mesh; training/test_hosts.py joins two processes.
 @pytest.mark.slow
 def test_the_planner_trains_over_processes_as_on_one_device(planned: list[str], tmp_path: Path):
     one, two = tmp_path / "one", tmp_path / "two"
