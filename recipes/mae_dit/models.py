@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.mae_dit.config import Config, Target, instantiate
+from recipes.mae_dit.config import Arch, Config, Target, instantiate
+from tpuport.foundation.errors import UsageError
 
 
 @dataclass
@@ -188,8 +189,29 @@ class Autoencoder(nn.Module):
         return self.stage_1_model.get_last_layer()
 
 
+def refuse_weights(arch: Arch) -> None:
+    """Raise if a configuration names a file of weights, which this recipe does not read yet.
+
+    Raises:
+        UsageError: The key, and how to go on without the file.
+    """
+    named = {"ckpt_path": arch, "stage_1.ckpt_path": arch.stage_1}
+    named |= {"connector.ckpt_path": arch.connector, "stage_2.ckpt_path": arch.stage_2}
+    for key, section in named.items():
+        if section is not None and section.ckpt_path is not None:
+            raise UsageError(
+                f"arch.{key}: {section.ckpt_path} would not be read, as this recipe starts from"
+                f" random weights. What to do: --set arch.{key}=null"
+            )
+
+
 def make_autoencoder(config: Config, upstream: Any = None) -> Autoencoder:
-    """Return the autoencoder of a configuration, with random weights by its seed."""
+    """Return the autoencoder of a configuration, with random weights by its seed.
+
+    Raises:
+        UsageError: A class cannot be made, or the configuration names a file of weights.
+    """
+    refuse_weights(config.arch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         stage_1 = _made(config.arch.stage_1, upstream)

@@ -11,7 +11,7 @@ from torch import nn
 from recipes.mae_dit.config import load
 from recipes.mae_dit.discriminator import augment, make_discriminator
 from recipes.mae_dit.losses import Stage1, active_in, gan_of
-from recipes.mae_dit.models import Autoencoder, Encodings, Reconstruction
+from recipes.mae_dit.models import Autoencoder, Encodings, Reconstruction, make_autoencoder
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.mae_dit.stage1 import GeneratorOnly, Stage1Steps
 from tpuport.foundation.errors import UsageError
@@ -193,3 +193,6 @@ def test_what_is_not_here_is_refused(file):
         active_in(gan_of(load(file, ["gan.loss.disc_upd_start=9"])), 0)
     with pytest.raises(UsageError, match="disc_loss"):
         gan_of(load(file, ["gan.loss.disc_loss=huber"]))
+    for key in ("ckpt_path", "stage_1.ckpt_path"):
+        with pytest.raises(UsageError, match=rf"arch\.{key}: a\.pt would not be read.*{key}=null"):
+            make_autoencoder(load(file, [f"arch.{key}=a.pt"]))
