@@ -76,7 +76,8 @@ def page(found: dict[int, Verdict], commit: str) -> str:
         "",
         "Not generated: random numbers; writes of several values to one element without"
         " `accumulate`, and a `masked_scatter_` that reads what it writes, which PyTorch leaves"
-        " undefined; integers and Python numbers of 64 bits."
+        " undefined; integers and Python numbers of 64 bits; an int32 index of `gather` or"
+        " `scatter_add` that is expanded, whose elements PyTorch 2.13 takes from wrong places."
         " Not compared: gradients at NaN and infinities, of programs that return NaN, or where"
         " eager PyTorch's are NaN (a zero cotangent times an infinite derivative), and what it"
         " leaves half written when it raises; gradients of `topk`, since PyTorch leaves open"
