@@ -1,7 +1,8 @@
 """Errors that eager raises for the dtype of an index or a target.
 
 PyTorch's kernels for the CPU make these checks. Its meta functions, which check everything else, do
-not.
+not. int32 passes all of them: it may be an array of JAX, which has no int64 by default, and in a
+branch the error would decide the branch.
 """
 
 from collections.abc import Callable
@@ -9,9 +10,8 @@ from typing import Any
 
 import torch
 
-_LONG = (torch.int64,)
 _WHOLE = (torch.int32, torch.int64)
-_CLASSES = (torch.int64, torch.uint8)
+_CLASSES = (*_WHOLE, torch.uint8)
 _INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
 _NAMES = {
     **{torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int"},
@@ -37,9 +37,9 @@ _scalar = _raised(RuntimeError, "expected scalar type Long but found {dtype}")
 
 # By ATen op: its argument, the dtypes that this may have, and the error for others.
 DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype], Exception]]] = {
-    "index_fill": ("index", _LONG, _fill),
-    "index_copy": ("index", _LONG, _long),
-    "put": ("index", _LONG, _long),
+    "index_fill": ("index", _WHOLE, _fill),
+    "index_copy": ("index", _WHOLE, _long),
+    "put": ("index", _WHOLE, _long),
     "index_add": ("index", _WHOLE, _whole),
     "index_reduce": ("index", _WHOLE, _whole),
     "index_select": ("index", _WHOLE, _select),
@@ -49,7 +49,7 @@ DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype
     "_index_put_impl_": ("indices", _INDICES, _index),
     "nll_loss_forward": ("target", _CLASSES, _target),
     "nll_loss2d_forward": ("target", _CLASSES, _target),
-    "multi_margin_loss": ("target", _LONG, _scalar),
+    "multi_margin_loss": ("target", _WHOLE, _scalar),
 }
 
 
