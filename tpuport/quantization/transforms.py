@@ -8,10 +8,6 @@ import torch
 class Transform(torch.nn.Module):
     """A linear map of the last dim whose counterpart on the weight leaves the product as it was."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map an input."""
-        raise NotImplementedError
-
     def of_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Map a weight `[out, in]`; orthogonal maps do to it what they do to the input."""
         return self(weight)

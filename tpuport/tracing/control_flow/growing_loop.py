@@ -181,7 +181,7 @@ class _Reached:
         return any(isinstance(value, Iterator) for value, _ in self.snapshot.saved)
 
     def changed(self) -> bool:
-        """Return whether a Python value is another one now."""
+        """Return whether a Python value has changed since this was made."""
         pairs = zip(self.cells, self.held, strict=True)
         is_same = all(_is_bound(cell) and cell.cell_contents is held for cell, held in pairs)
         return not is_same or any(change is not None for change in self.snapshot.changes())
