@@ -1,5 +1,8 @@
 """What a loop on a traced value carries from round to round."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -55,3 +58,125 @@ def test_a_number_that_becomes_a_fraction_is_refused(function):
     # No round runs for these inputs, so comparing results would not notice.
     with pytest.raises(tpuport.PortError, match=r"TPU104 .* is int\d+ before the loop and float"):
         ported(torch.full((3,), 0.5))
+
+
+def writes_to_an_argument(x: torch.Tensor, y: torch.Tensor):
+    while y[0, 0] < 3:
+        y += 1
+    return y.sum()
+
+
+def writes_through_a_view(x: torch.Tensor, y: torch.Tensor):
+    b = x.clone()
+    v, seen = b[0], torch.zeros(())
+    while v.sum() < 30:
+        v += 1
+        seen = seen + b.sum()
+    return b, v * 2, seen
+
+
+def writes_behind_a_view(x: torch.Tensor, y: torch.Tensor):
+    b = y * 1
+    v, seen = b[1], torch.zeros(())
+    while b[0, 0] < 4:
+        b += 1
+        seen = seen + v.sum()
+    return b, v * 2, seen
+
+
+def writes_without_gradients(x: torch.Tensor, y: torch.Tensor):
+    b = x * 2
+    with torch.no_grad():
+        while b.sum() < 40:
+            b += 1
+    return b * b
+
+
+def replaces_what_it_writes_to(x: torch.Tensor, y: torch.Tensor):
+    b = y
+    while b.sum() < 40:
+        b += 1
+        b = b * 2
+    return b
+
+
+def writes_in_a_loop_in_a_loop(x: torch.Tensor, y: torch.Tensor):
+    b, total = x.clone(), torch.zeros(())
+    while total < 40:
+        while b[0, 0] < total:
+            b += 1
+        total = total + 9
+    return b, total
+
+
+WRITES = [
+    writes_to_an_argument,
+    writes_through_a_view,
+    writes_behind_a_view,
+    writes_without_gradients,
+    replaces_what_it_writes_to,
+    writes_in_a_loop_in_a_loop,
+]
+
+
+@pytest.mark.parametrize("function", WRITES)
+def test_a_loop_writes_to_memory_from_before_it(function):
+    ported = tpuport.convert(function)
+    # No round runs for the first inputs, so comparing results would not notice at the first call.
+    for scale in (50.0, 1.0, 0.5):
+        x, y = torch.arange(6.0).reshape(3, 2) + scale, torch.ones(3, 2) * scale
+        args = x.clone(), y.clone()
+        expected = function(x, y)
+        torch.testing.assert_close(tpuport.to_torch(ported(*args)), expected)
+        torch.testing.assert_close(args, (x, y))
+
+
+def test_the_gradient_of_what_a_loop_writes_to_without_gradients():
+    ported = tpuport.convert(writes_without_gradients)
+    y = torch.ones(3, 2)
+
+    def total(a: jax.Array) -> jax.Array:
+        return ported.apply({}, {}, None, a, y.numpy())[0].sum()
+
+    for scale in (50.0, 1.0):
+        x = torch.full((3, 2), scale, requires_grad=True)
+        writes_without_gradients(x, y).sum().backward()
+        got = jax.grad(total)(jnp.full((3, 2), scale))
+        torch.testing.assert_close(torch.from_numpy(np.array(got)), x.grad)
+
+
+def replaces_a_view(x: torch.Tensor, y: torch.Tensor):
+    b = x.clone()
+    v = b[0]
+    while b.sum() < 40:
+        b += 1
+        v = v + 1
+    return b, v
+
+
+def reads_under_another_name(x: torch.Tensor, y: torch.Tensor):
+    b, seen = y, torch.zeros(())
+    while b.sum() < 40:
+        b += 1
+        seen = seen + y.sum()
+        b = b * 2
+    return b, seen
+
+
+@pytest.mark.parametrize("function", [replaces_a_view, reads_under_another_name])
+def test_a_write_that_another_name_would_see_in_one_round_only_is_refused(function):
+    ported = tpuport.convert(function)
+    match = r"TPU104 a while loop on a traced value writes to a tensor in place"
+    with pytest.raises(tpuport.PortError, match=match):
+        ported(torch.full((3, 2), 50.0), torch.full((3, 2), 50.0))
+
+
+def condition_writes(x: torch.Tensor):
+    def grown(t):
+        t += 1
+        return t.sum()
+
+    b = x.clone()
+    while grown(b) < 40:
+        x = x / 2
+    return b, x

@@ -117,6 +117,24 @@ class _Side:
         return new
 
 
+class Decisions:
+    """The checks and decisions that a trace has made, to run a part of it again.
+
+    That part makes its own again.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        units = trace.explorer.units if trace.explorer is not None else []
+        self._known = [(unit, dict(unit.known)) for unit in units]
+        self._checks, self._count = trace.recorder.checks, len(trace.recorder.checks)
+
+    def restore(self) -> None:
+        """Forget those made since."""
+        del self._checks[self._count :]
+        for unit, before in self._known:
+            unit.known = before
+
+
 def merge(
     trace: Trace,
     test: jax.Array,
@@ -139,10 +157,7 @@ def merge(
         PortError: the sides differ in structure, shape, dtype or Python values.
     """
     test = jnp.reshape(test, ()).astype(bool)
-    draws, checks = trace.draws, len(trace.recorder.checks)
-    units = trace.explorer.units if trace.explorer is not None else []
-    known = [(unit, dict(unit.known)) for unit in units]
-    sides = []
+    draws, decisions, sides = trace.draws, Decisions(trace), []
     for thunk in (then, orelse):
         if snapshot is not None:
             snapshot.restore()
@@ -168,10 +183,7 @@ def merge(
         )
     if found is None:
         return _Merge(trace, sides, apart).result(test, snapshot)
-    # The caller runs a side again, which makes its checks and decisions again.
-    del trace.recorder.checks[checks:]
-    for unit, before in known:
-        unit.known = before
+    decisions.restore()
     if snapshot is not None:
         snapshot.restore()
     return found

@@ -1,6 +1,6 @@
 """`while` loops on traced values as `lax.while_loop`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.merge import (
+    Decisions,
     branch_leaf,
     is_of_jax,
     is_of_numbers,
@@ -21,19 +22,20 @@ from tpuport.tracing.control_flow.merge import (
     number_kind,
     shared_write,
 )
+from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
-from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, wrap
+from tpuport.tracing.core.tensor import SERIALS, Flow, Storage, TracedTensor, wrap
 from tpuport.tracing.core.transforms import refuse_loop
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
-# The values of the loop's variables, the draws of each random stream, the failed check, and whether
-# there was a round.
-_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array]
+# The values of the loop's variables and of the memory that its rounds write to, the draws of each
+# random stream, the failed check, and whether there was a round.
+_Carried = tuple[list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None, jax.Array]
 
 
 class _Raises(Exception):
@@ -42,6 +44,10 @@ class _Raises(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
+
+
+class _Again(Exception):
+    """A round writes to memory from before the loop that the loop does not carry yet."""
 
 
 class _Loop:
@@ -70,23 +76,32 @@ class _Loop:
         self.old: dict[int, Any] = {}
         self.inside: list[Any] = []
         self.first_serial, self.site = 0, user_line()
+        self.memory = WrittenMemory(trace, self.leaves)
 
     def run(self) -> Any:
         """Run the loop and return its variables."""
         draws = self.trace.draws
         counts = [jnp.asarray(count, jnp.int32) for count in draws]
         code = None if self.failures is None else self.failures.value
-        try:
-            final, counts, code, ran = jax.lax.while_loop(
-                self._holds, self._step, (self.initial, counts, code, jnp.bool_(False))
-            )
-        except _Raises as raised:
-            self._enter(draws, code)
-            raise_if(truth(self._call(self.test, self.initial)), raised.error)
-            return pytree.unflatten(self.spec, self.leaves)
+        decisions = Decisions(self.trace)
+        while True:
+            start = (self.initial, self.memory.initial(), counts, code, jnp.bool_(False))
+            try:
+                final, memory, counts, code, ran = jax.lax.while_loop(
+                    self._holds, self._step, start
+                )
+                break
+            except _Again:
+                self._enter(draws, code)
+                decisions.restore()
+                self.same, self.kept, self.old = [], set(), {}
+            except _Raises as raised:
+                self._enter(draws, code)
+                raise_if(truth(self._call(self.test, self.initial)), raised.error)
+                return pytree.unflatten(self.spec, self.leaves)
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
-        self._check_condition(final)
+        self._check_condition(final, memory)
         refusal = error_here(
             "a while loop on a traced value has no gradient: the number of its rounds, whose"
             " results the backward pass would need, is not known when it is compiled",
@@ -94,9 +109,10 @@ class _Loop:
             remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
         )
         values = [_forward_only(value, refusal) for value in final]
+        self.memory.write([_forward_only(value, refusal) for value in memory], self.flows)
         if not torch.is_grad_enabled():
             values = self._with_gradients(values, ran)
-        result = self._variables(values)
+        result = self._variables(values, self.kept)
         self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
         return result
 
@@ -104,12 +120,10 @@ class _Loop:
         """Give a variable under no_grad the gradient that it has if no round replaced it."""
         with torch.enable_grad():
             for index, leaf in enumerate(self.leaves):
-                flow = flow_of([leaf])
-                if isinstance(leaf, torch.Tensor) and flow is not Flow.STOPPED:
-                    before = value_of(leaf)
-                    kept = index in self.kept
-                    values[index] = before if kept else jnp.where(ran, values[index], before)
-                    self.flows[index] = flow if kept else Flow.HIDDEN
+                is_tensor, flow = isinstance(leaf, torch.Tensor), flow_of([leaf])
+                if is_tensor and flow is not Flow.STOPPED and index not in self.kept:
+                    values[index] = jnp.where(ran, values[index], value_of(leaf))
+                    self.flows[index] = Flow.HIDDEN
         return values
 
     def _link(self, results: list[Any], unchanged: jax.Array) -> None:
@@ -132,23 +146,24 @@ class _Loop:
             shared.add(one._storage, other._storage, test, region, refuse)
 
         for index, (result, before) in enumerate(zip(results, self.leaves, strict=True)):
-            if index in self.kept:
-                link(result, before, jnp.bool_(True))
-                continue
-            old = self.old.get(index)
-            link(result, before, unchanged if old is None else None)
-            for other in [*self.leaves, old] if old is not None else ():
-                link(result, other, None)
+            if index not in self.kept:
+                old = self.old.get(index)
+                link(result, before, unchanged if old is None else None)
+                for other in [*self.leaves, old] if old is not None else ():
+                    link(result, other, None)
         for i, j in self.same:
             link(results[i], results[j], None)
 
-    def _variables(self, values: list[jax.Array]) -> Any:
+    def _variables(self, values: list[jax.Array], kept: Iterable[int] = ()) -> Any:
+        """Return tensors and numbers around values; `kept` ones are those from before the loop."""
         made = [
             wrap(v, m.dtype, trace=self.trace, flow=flow)
             if isinstance(m, torch.Tensor)
             else sym_numbers.number(v, number_kind(m))
             for v, m, flow in zip(values, self.metas, self.flows, strict=True)
         ]
+        for index in {*self.memory.given, *kept}:
+            made[index] = self.leaves[index]
         return pytree.unflatten(self.spec, made)
 
     def _enter(self, counts: Sequence[int | jax.Array], code: jax.Array | None) -> None:
@@ -168,46 +183,60 @@ class _Loop:
         return any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
 
     def _holds(self, carried: _Carried) -> jax.Array:
-        values, counts, code, _ = carried
+        values, memory, counts, code, _ = carried
         self._enter(counts, code)
-        value = truth(self._call(self.test, values))
-        if self._drew(counts):
+        with self.memory.holding(memory), self.trace.recording() as effects:
+            value = truth(self._call(self.test, values))
+            writes = self._written(effects) or self.memory.wrote(self.inside)
+        if self._drew(counts) or writes:
+            does = "writes to tensors" if writes else "draws random numbers"
             raise port_error(
-                "the condition of a while loop on a traced value draws random numbers",
+                f"the condition of a while loop on a traced value {does}",
                 code="TPU104",
                 remedy="do that in the body of the loop",
             )
         return value
 
-    def _check_condition(self, values: list[jax.Array]) -> None:
+    def _check_condition(self, values: list[jax.Array], memory: list[jax.Array]) -> None:
         """Make the checks of the condition, which cannot return them, by running it again."""
         if self.failures is not None:
-            truth(self._call(self.test, values))
+            with self.memory.holding(memory):
+                truth(self._call(self.test, values))
 
     def _step(self, carried: _Carried) -> _Carried:
-        values, counts, code, _ = carried
+        values, memory, counts, code, ran = carried
         self._enter(counts, code)
-        self._check_condition(values)
-        with self.trace.recording() as effects:
+        self._check_condition(values, memory)
+        with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)
+                self.memory.refuse_by_autograd()
             except Exception as error:
                 if isinstance(error, TpuportError) or is_of_numbers(error) or is_of_jax(error):
                     raise
                 effects.undo()
                 raise _Raises(error) from None
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
+            if self.memory.note(self._written(effects), self.inside, found):
+                effects.undo()
+                raise _Again
+            memory = self.memory.after(self.inside, memory, ran)
         self._note_same(found)
         self.drawn = self._drew(counts)
         self._refuse_uncarried(effects, found, spec)
         self.flows = [max(a, flow_of([b])) for a, b in zip(self.flows, found, strict=True)]
         after = [
-            self._same_dtype(leaf, meta, before)
-            for leaf, meta, before in zip(found, self.metas, values, strict=True)
+            before if index in self.memory.given else self._same_dtype(leaf, meta, before)
+            for index, (leaf, meta, before) in enumerate(
+                zip(found, self.metas, values, strict=True)
+            )
         ]
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
         code = None if self.failures is None else self.failures.value
-        return after, counts, code, jnp.bool_(True)
+        return after, memory, counts, code, jnp.bool_(True)
+
+    def _written(self, effects: Effects) -> list[Storage]:
+        return [s for s, _, _ in effects.before.values() if s is not self.failures]
 
     def _note_same(self, found: list[Any]) -> None:
         """Note which variables share a tensor after a round."""
@@ -247,10 +276,9 @@ class _Loop:
         """Refuse a body that does more than return new values of the variables."""
         if any(extents_of(leaf) for leaf in found):
             raise unsized("a value that a while loop carries")
-        written = [s for s, _, _ in effects.before.values() if s is not self.failures]
-        if written or effects.rebound or effects.wrote_on_host or spec.key != self.spec.key:
+        if effects.rebound or effects.wrote_on_host or spec.key != self.spec.key:
             raise port_error(
-                "a while loop on a traced value writes to tensors or changes Python values"
+                "a while loop on a traced value changes Python values, or the `.data` of tensors,"
                 " that it does not carry",
                 code="TPU104",
                 remedy="loop a fixed number of times and select with torch.where",
