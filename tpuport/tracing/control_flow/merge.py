@@ -31,6 +31,7 @@ from tpuport.tracing.control_flow.sized_results import (
     within,
 )
 from tpuport.tracing.core import int64, sym_numbers
+from tpuport.tracing.core.arguments import wants_int64
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import rebind
@@ -430,6 +431,8 @@ def _traced_side(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | No
             except Exception as error:  # the user's own error on this path: it becomes a check
                 if isinstance(error, TpuportError) or is_of_numbers(error):
                     raise
+                if trace.takes_int32 and wants_int64(error):
+                    raise  # the call is traced again with int64 arguments
                 if is_of_jax(error):
                     raise _untraced(error) from error
                 side.error = error

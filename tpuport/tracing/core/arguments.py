@@ -82,7 +82,7 @@ def long_integers(value: Any, error: Exception) -> Any:
         None if there are no such arrays, or that is not what the error says.
     """
     leaves, spec, _ = flatten_call(value)
-    if isinstance(error, TpuportError) or _WANTS_INT64.search(str(error)) is None:
+    if not wants_int64(error):
         return None
     narrow = [isinstance(leaf, jax.Array) and leaf.dtype == jnp.int32 for leaf in leaves]
     if not any(narrow):
@@ -92,6 +92,11 @@ def long_integers(value: Any, error: Exception) -> Any:
         for leaf, is_narrow in zip(leaves, narrow, strict=True)
     ]
     return pytree.unflatten(spec, made)
+
+
+def wants_int64(error: Exception) -> bool:
+    """Return whether it is an error of torch's that asks for int64."""
+    return not isinstance(error, TpuportError) and _WANTS_INT64.search(str(error)) is not None
 
 
 _WANTS_INT64 = re.compile(r"[Ll]ong\b|LongTensor|int64")

@@ -211,6 +211,8 @@ class Trace:
         self.count_regions = 0
         # The number of the first lifted check that failed, as a value of the program.
         self.error_code: Storage | None = None
+        # Whether an argument is int32: as an array of JAX it may stand for one of int64.
+        self.takes_int32 = False
         # Whether an op runs whose operands were checked (`dispatch.value_checks`).
         self.checked = False
         self.explorer: active.Decider | None = None

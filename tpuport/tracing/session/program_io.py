@@ -100,6 +100,7 @@ def traced_arguments(
             flow = Flow.SEEN if meta.requires_grad else Flow.HIDDEN
             argument = TracedTensor(Storage(value, trace), (), meta, value, flow)
             argument._is_leaf, argument._is_given = meta.is_leaf, True
+            trace.takes_int32 |= meta.dtype is torch.int32
             if meta.requires_grad:
                 trace.add_leaf(argument)
             made.append(argument)
