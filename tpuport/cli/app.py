@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tpuport.cli import compile, doctor, lint, rewrite, rules, run, verify, warmup
+from tpuport.cli import compile, doctor, lint, port, rewrite, rules, run, verify, warmup
 from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes
 from tpuport.foundation.version import __version__
 
@@ -44,6 +44,7 @@ def main(
     del version
 
 
+app.command()(port.port)
 app.command()(lint.lint)
 app.command()(rewrite.rewrite)
 app.command()(rules.rules)

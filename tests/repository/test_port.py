@@ -1,0 +1,272 @@
+"""`tpuport port`: from a folder to answers, patches and launch files, and nothing runs unasked."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from tpuport.cli.app import app
+from tpuport.repository import processes, stages
+from tpuport.repository.processes import Finished
+from tpuport.repository.scripts import find_scripts
+
+TRAIN = """
+import argparse
+import torch
+from torch import nn
+from net import Net
+
+open("touched", "w").close()
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, required=True)
+args = parser.parse_args()
+
+def main():
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    net = Net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), args.lr)
+    for step in range(3):
+        loss = net(torch.randn(4, 3).to(device)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    main()
+"""
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            x = x * 2
+        return self.linear(x)
+"""
+EQUAL = {
+    "failure": "",
+    "passed": True,
+    "stages": [
+        {
+            "name": "numbers",
+            "passed": True,
+            "checks": [
+                {"what": "<script>", "count": 1, "error": 1e-7, "worst": "w", "limit": 1e-4}
+                | {"passed": True}
+            ],
+        }
+    ],
+}
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    root = tmp_path / "their repo"
+    (root / "tools").mkdir(parents=True)
+    (root / "train.py").write_text(TRAIN)
+    (root / "net.py").write_text(NET)
+    (root / "broken.py").write_text("def (:\n")
+    (root / "tools" / "<img src=x>.py").write_text("if __name__ == '__main__':\n    print(1)\n")
+    (root / "README.md").write_text(
+        "```\n$ CUDA_VISIBLE_DEVICES=0 python train.py \\\n    --lr 0.1 --device=cpu\n"
+        "torchrun --nproc_per_node=8 train.py --lr 1\n```\n"
+    )
+    return root
+
+
+def port(*args: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["port", *map(str, args)])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    return done.exit_code, done.stdout if done.exit_code < 2 else done.output
+
+
+def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, text = port(repository, "--out", out, "--json", "--", "--lr", "it's")
+    found = json.loads(text)
+    assert code == 0
+    assert json.loads((out / "report.json").read_text()) == found
+    assert not (Path.cwd() / "touched").exists()
+    assert not (repository / "touched").exists()
+    entry = found["stages"]["entry"]["result"]
+    assert (entry["script"], entry["required"], entry["missing"]) == ("train.py", ["--lr"], [])
+    launch = entry["launches"][0]
+    assert launch == {
+        "place": "README.md:2", "launcher": "python", "arguments": ["--lr", "0.1", "--device=cpu"]
+    }  # fmt: skip
+    assert found["stages"]["verify"]["state"] == "not asked"
+    assert found["stages"]["read"]["result"]["unread"][0].startswith("broken.py")
+    places = [item["place"] for item in found["stages"]["read"]["result"]["todo"]]
+    assert "net.py:10:9" in places
+    # The patch applies.
+    subprocess.run(["git", "init", "-q", repository], check=True)
+    subprocess.run(["git", "apply", (out / "port.patch").resolve()], cwd=repository, check=True)
+    assert "if x.sum() > 0" not in (repository / "net.py").read_text()
+    # The launch files are what they say.
+    job = yaml.safe_load((out / "jobset.yaml").read_text())
+    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    words = ["tpuport", "run", "train.py", "--lr", "it's"]
+    assert pod["containers"][0]["command"] == words
+    sky = yaml.safe_load((out / "sky.yaml").read_text())
+    assert sky["resources"]["accelerators"] == "tpu-v6e-8"
+    assert "train.py --lr 'it'\"'\"'s'" in sky["run"]
+    for script in ("run.sh", "tpu_vm.sh"):
+        subprocess.run(["sh", "-n", out / script], check=True)
+    page = (out / "report.html").read_text()
+    assert "<img src=x>" not in page
+    assert "&lt;img src=x&gt;" in page
+
+
+def test_stages_are_done_once(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def ended(arguments: Any, **options: Any) -> Finished:
+        calls.append((arguments, options["folder"]))
+        return Finished(0, f"the script prints\n{json.dumps(EQUAL)}", "")
+
+    monkeypatch.setattr(stages, "run_command", ended)
+    options = [repository, "--out", tmp_path / "out", "--run", "--json", "--", "--lr", "0.1"]
+    code, text = port(*options)
+    assert code == 0
+    assert json.loads(text)["stages"]["verify"]["state"] == "done"
+    ((arguments, folder),) = calls
+    assert arguments[0] == "verify"
+    assert arguments[-3:] == ["--", "--lr", "0.1"]
+    assert folder == repository
+    assert "&lt;script&gt;" in (tmp_path / "out" / "report.html").read_text()
+    assert port(*options) == (code, text)
+    assert len(calls) == 1
+    (repository / "net.py").write_text(NET + "\n")
+    assert port(*options)[0] == 0
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("ended", "state", "answer"),
+    [
+        (Finished(None, "", "still"), "needs you", "did not make 5 steps in 15 minutes"),
+        (Finished(2, "", "error"), "needs you", "fails in eager PyTorch"),
+        (Finished(1, json.dumps({"failure": "boom"}), ""), "failed", "fails when it is ported"),
+        (
+            Finished(1, json.dumps({**EQUAL, "passed": False}), ""),
+            "failed",
+            "differs from eager PyTorch",
+        ),
+    ],
+)
+def test_what_a_run_came_to(
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ended: Finished,
+    state: str,
+    answer: str,
+) -> None:
+    monkeypatch.setattr(stages, "run_command", lambda *_, **__: ended)
+    code, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
+    found = json.loads(text)["stages"]["verify"]
+    assert (code, found["state"]) == (1, state)
+    assert answer in found["answer"]
+    if "eager PyTorch, before" in found["answer"]:
+        assert "README.md:2 starts it with `--lr 0.1 --device=cpu`" in found["next"]
+
+
+def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    for options, message in [
+        ((repository, "--out", tmp_path / "full"), "holds other files"),
+        ((tmp_path / "none", "--out", tmp_path / "a"), "no folder or script"),
+        ((repository, "--entry", "none.py", "--out", tmp_path / "a"), "no script none.py"),
+        ((repository, "--for", "v9z-8", "--out", tmp_path / "a"), "no TPU topology 'v9z-8'"),
+    ]:
+        code, text = port(*options)
+        assert code == 2
+        assert message in text
+    (tmp_path / "empty").mkdir()
+    code, text = port(tmp_path / "empty", "--out", tmp_path / "b")
+    assert code == 1
+    assert "There is no Python file here" in text
+
+
+def test_entry_points(tmp_path: Path) -> None:
+    sources = {
+        "setup.py": "if __name__ == '__main__': pass",
+        "lib.py": "import torch, not_installed_anywhere",
+        "finetune.py": """
+            import lib
+            for step in range(3):
+                loss.backward()
+            """,
+        "predict.py": """
+            import argparse, torch
+            parser = argparse.ArgumentParser()
+            parser.add_argument("image")
+            parser.add_argument("extra", nargs="?")
+            parser.add_argument("-w", "--weights", required=True)
+            if __name__ == "__main__":
+                pass
+            """,
+        "tests/test_training.py": "loss.backward()\nif __name__ == '__main__': pass",
+    }
+    for name, text in sources.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    files = [tmp_path / name for name in sources]
+    found = find_scripts(tmp_path, files)
+    assert [one.path for one in found] == ["finetune.py", "predict.py", "tests/test_training.py"]
+    assert found[0].missing == ("not_installed_anywhere",)
+    assert found[1].required == ("image", "--weights")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find strays")
+def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that never ends is stopped, with children that left its group."""
+    code = """
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+children = [subprocess.Popen(sleep), subprocess.Popen(sleep, start_new_session=True)]
+open(sys.argv[1], "w").write(" ".join(str(c.pid) for c in children))
+print("begun", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+    monkeypatch.setattr(processes, "_TPUPORT", (sys.executable, "-c", code))
+    pids = tmp_path / "pids"
+    began = time.monotonic()
+    ended = processes.run_command([str(pids)], folder=tmp_path, log=tmp_path / "log", seconds=2)
+    assert time.monotonic() - began < 30
+    assert ended.status is None
+    assert ended.tail == "begun"
+    for pid in map(int, pids.read_text().split()):
+        state = Path(f"/proc/{pid}/stat")
+        assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+@pytest.mark.slow
+def test_a_training_script_for_real(repository: Path, tmp_path: Path) -> None:
+    """`test_stages_are_done_once` has the same with the result of the run made up."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "from tpuport.cli.app import app; app()", "port"]
+    out = tmp_path / "out"
+    options = [repository, "--out", out, "--run", "--steps", "3", "--", "--lr", "0.1"]
+    done = subprocess.run([*command, *options], env=env, check=False, capture_output=True)
+    found = json.loads((out / "report.json").read_text())["stages"]["verify"]
+    assert done.returncode == 0, found
+    assert found["answer"].startswith("Losses, gradients, parameters and states of 3 steps equal")
+    assert not (repository / "touched").exists()

@@ -1,0 +1,244 @@
+"""The scripts of a repository that a person would start, found without running anything."""
+
+import ast
+import importlib.util
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+# How the files of a repository name its scripts: `torchrun --nproc_per_node=8 train.py --lr 1`.
+_LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
+_SHELL = {".sh", ".bash", ".md", ".slurm", ".sbatch"}
+_LARGEST = 1_000_000
+_HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A line of a shell script or document that starts a script.
+
+    Attributes:
+        place: The file and the line.
+        launcher: `python`, `torchrun` and so on.
+        arguments: What follows the script's name.
+    """
+
+    place: str
+    launcher: str
+    arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StartScript:
+    """A script that can be started.
+
+    Attributes:
+        path: The script, relative to the repository.
+        trains: Whether it calls `backward()`, or a trainer that does.
+        reasons: Why it is thought to be an entry point, in words.
+        required: Arguments that it cannot do without.
+        launches: The lines that start it.
+        missing: Packages that it or its own modules import at their top and that are not installed.
+        score: How likely it is to be the one.
+    """
+
+    path: str
+    trains: bool
+    reasons: tuple[str, ...]
+    required: tuple[str, ...] = ()
+    launches: tuple[Launch, ...] = ()
+    missing: tuple[str, ...] = ()
+    score: int = 0
+
+
+@dataclass
+class _Seen:
+    """What the syntax tree of a file shows."""
+
+    has_main: bool = False
+    trains: bool = False
+    hydra: bool = False
+    required: list[str] = field(default_factory=list)
+    imports: set[str] = field(default_factory=set)
+
+
+def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
+    """Return the scripts that can be started, the likeliest first.
+
+    Args:
+        root: The folder of the repository.
+        files: Its Python files.
+    """
+    seen = {path: one for path in files if (one := _read(path)) is not None}
+    launches = _launches(root)
+    own = {path.stem for path in files} | {path.parent.name for path in files}
+    found = []
+    for path, one in seen.items():
+        name = path.relative_to(root).as_posix()
+        started = tuple(launches.get(path.name, ()))
+        if not (one.has_main or started) or path.name == "setup.py":
+            continue
+        missing = tuple(sorted(m for m in _reached(path, seen, root) if not _installed(m, own)))
+        score, reasons = _score(name, one, started)
+        found.append(
+            StartScript(name, one.trains, reasons, tuple(one.required), started[:5], missing, score)
+        )
+    return sorted(found, key=lambda one: (-one.score, one.path))
+
+
+def shown_launches(entry: StartScript) -> list[str]:
+    """Return how the repository starts a script, on a CPU first, then on one device."""
+    known = [one for one in entry.launches if one.arguments]
+    known.sort(key=lambda one: ("cpu" not in " ".join(one.arguments), one.launcher == "torchrun"))
+    return [f"{one.place} starts it with `{shlex.join(one.arguments)}`" for one in known]
+
+
+def _score(name: str, seen: _Seen, started: Sequence[Launch]) -> tuple[int, tuple[str, ...]]:
+    parts = Path(name).parts
+    stem = Path(name).stem.lower()
+    points = {
+        "it trains": 4 * seen.trains,
+        "it has a main part": 2 * seen.has_main,
+        "other files start it": 3 * bool(started),
+        "it has the name of a script that trains": 3
+        * stem.startswith(("train", "main", "finetune")),
+        "it lies at the top": 1 * (len(parts) == 1),
+    }
+    helper = any(part.lower() in _HELPERS for part in parts[:-1]) or stem.startswith("test")
+    return sum(points.values()) - 4 * helper, tuple(why for why, n in points.items() if n)
+
+
+def _read(path: Path) -> _Seen | None:
+    """Return what a file shows, or None if it cannot be parsed."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            return None
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    seen = _Seen()
+    for node in ast.walk(tree):
+        match node:
+            case ast.If(test=ast.Compare(left=ast.Name(id="__name__"))):
+                seen.has_main = True
+            case ast.Call(func=ast.Attribute(attr="backward")):
+                seen.trains = True
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="fit" | "train")):
+                seen.trains |= "trainer" in name.lower()
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=args, keywords=keywords):
+                seen.required += _required(args, keywords)
+            case ast.Attribute(value=ast.Name(id="hydra"), attr="main"):
+                seen.has_main = seen.hydra = True
+    seen.imports = _imports(tree.body)
+    # A script like nanoGPT's has no main part: it runs from its first line to its last.
+    loops = any(isinstance(node, (ast.While, ast.For)) for node in tree.body)
+    seen.has_main |= loops and seen.trains
+    return seen
+
+
+def _required(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> list[str]:
+    given = {keyword.arg: keyword.value for keyword in keywords}
+    names = [a.value for a in args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    if not names:
+        return []
+    needed = given.get("required")
+    positional = not names[0].startswith("-") and "default" not in given
+    optional = given.get("nargs")
+    if isinstance(optional, ast.Constant) and optional.value in ("?", "*"):
+        positional = False
+    is_needed = isinstance(needed, ast.Constant) and needed.value is True
+    return [max(names, key=len)] if positional or is_needed else []
+
+
+def _imports(body: Sequence[ast.stmt]) -> set[str]:
+    """Return the modules that a file imports when it is imported, but for optional ones."""
+    found: set[str] = set()
+    for statement in body:
+        match statement:
+            case ast.Import(names=names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(module=str(module), level=0):
+                found.add(module)
+            case ast.ImportFrom(module=module, names=names):
+                found |= {f".{module or alias.name}" for alias in names}
+    return found
+
+
+def _reached(start: Path, seen: dict[Path, _Seen], root: Path) -> set[str]:
+    """Return the packages that a script imports, by itself or through modules of the repository."""
+    waiting, done, found = [start], {start}, set()
+    while waiting:
+        path = waiting.pop()
+        for name in seen[path].imports if path in seen else ():
+            target = _own_module(name, path, root)
+            if target is None:
+                if not name.startswith("."):
+                    found.add(name.partition(".")[0])
+            elif target not in done:
+                done.add(target)
+                waiting.append(target)
+    return found
+
+
+def _own_module(name: str, path: Path, root: Path) -> Path | None:
+    relative = name.lstrip(".").replace(".", "/")
+    for folder in [path.parent] if name.startswith(".") else [path.parent, root, root / "src"]:
+        for candidate in (folder / f"{relative}.py", folder / relative / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _installed(name: str, own: set[str]) -> bool:
+    if name in own or name in sys.stdlib_module_names or name in sys.builtin_module_names:
+        return True
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _launches(root: Path) -> dict[str, list[Launch]]:
+    """Return the lines that start Python files, by the name of the file."""
+    found: dict[str, list[Launch]] = {}
+    for path in sorted(root.rglob("*")):
+        if path.suffix not in _SHELL or not path.is_file() or path.stat().st_size > _LARGEST:
+            continue
+        if any(part.startswith(".") for part in path.relative_to(root).parts):
+            continue
+        for number, line in _joined_lines(path.read_text(errors="replace")):
+            launch = _parse(line, f"{path.relative_to(root).as_posix()}:{number}")
+            if launch is not None:
+                found.setdefault(launch[0], []).append(launch[1])
+    return found
+
+
+def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield lines with their numbers; one that ends in a backslash goes on in the next."""
+    start, parts = 0, []
+    for number, line in enumerate(text.splitlines(), 1):
+        start = start or number
+        parts.append(line.rstrip().removesuffix("\\"))
+        if not line.rstrip().endswith("\\"):
+            yield start, " ".join(parts)
+            start, parts = 0, []
+    if parts:
+        yield start, " ".join(parts)
+
+
+def _parse(line: str, place: str) -> tuple[str, Launch] | None:
+    try:
+        words = shlex.split(line.strip().removeprefix("$").strip(), comments=True)
+    except ValueError:
+        return None
+    while words and re.fullmatch(r"\w+=.*", words[0]):
+        del words[0]
+    if not words or words[0] not in _LAUNCHERS:
+        return None
+    script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        return None
+    return Path(words[script]).name, Launch(place, words[0], tuple(words[script + 1 :]))
