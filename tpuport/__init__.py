@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tpuport.aot.cache.compile_cache import compile_cache
     from tpuport.aot.cache.warmup import warmup
     from tpuport.aot.compile_for import CompileReport, compile_for
+    from tpuport.aot.program_folder import export
     from tpuport.compat.porting import porting
     from tpuport.diagnosis.explain import Diagnosis, explain_error, explaining
     from tpuport.model.call_errors import CallErrors, errors_of
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 __all__ = [
     "CallErrors", "CompileReport", "Diagnosis", "DtypePolicy", "ParityError", "PortError",
     "PortReport", "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache",
-    "compile_for", "convert", "errors_of", "explain_error", "explaining", "load_checkpoint",
-    "open_checkpoint", "ops", "porting", "precision_audit", "quantize", "remat", "save_checkpoint",
-    "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
+    "compile_for", "convert", "errors_of", "explain_error", "explaining", "export",
+    "load_checkpoint", "open_checkpoint", "ops", "porting", "precision_audit", "quantize",
+    "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ MODULE_OF = {
     "errors_of": "tpuport.model.call_errors",
     "explain_error": "tpuport.diagnosis.explain",
     "explaining": "tpuport.diagnosis.explain",
+    "export": "tpuport.aot.program_folder",
     "load_checkpoint": "tpuport.weights",
     "open_checkpoint": "tpuport.weights",
     "ops": "tpuport.ops",
