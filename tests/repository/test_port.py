@@ -82,7 +82,7 @@ def repository(tmp_path: Path) -> Path:
     (root / "tools" / "<img src=x>.py").write_text("if __name__ == '__main__':\n    print(1)\n")
     (root / "README.md").write_text(
         "```\n$ CUDA_VISIBLE_DEVICES=0 python train.py \\\n    --lr 0.1 --device=cpu\n"
-        "torchrun --nproc_per_node=8 train.py --lr 1\n```\n"
+        "(env)[it]$ torchrun --nproc_per_node=8 train.py --lr 1\n```\n"
     )
     return root
 
@@ -108,6 +108,7 @@ def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
     assert launch == {
         "place": "README.md:2", "launcher": "python", "arguments": ["--lr", "0.1", "--device=cpu"]
     }  # fmt: skip
+    assert [one["launcher"] for one in entry["launches"]] == ["python", "torchrun"]
     assert found["stages"]["verify"]["state"] == "not asked"
     assert found["stages"]["read"]["result"]["unread"][0].startswith("broken.py")
     places = [item["place"] for item in found["stages"]["read"]["result"]["todo"]]
@@ -134,6 +135,7 @@ def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
 def test_stages_are_done_once(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(repository)
     calls: list[Any] = []
 
     def ended(arguments: Any, **options: Any) -> Finished:
@@ -141,7 +143,7 @@ def test_stages_are_done_once(
         return Finished(0, f"the script prints\n{json.dumps(EQUAL)}", "")
 
     monkeypatch.setattr(stages, "run_command", ended)
-    options = [repository, "--out", tmp_path / "out", "--run", "--json", "--", "--lr", "0.1"]
+    options = [".", "--out", tmp_path / "out", "--run", "--json", "--", "--lr", "0.1"]
     code, text = port(*options)
     assert code == 0
     assert json.loads(text)["stages"]["verify"]["state"] == "done"
@@ -208,6 +210,8 @@ def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
 def test_entry_points(tmp_path: Path) -> None:
     sources = {
         "setup.py": "if __name__ == '__main__': pass",
+        "engine.py": "def epoch(loss):\n    loss.backward()",
+        "begin.py": "from engine import epoch\nif __name__ == '__main__': pass",
         "lib.py": "import torch, not_installed_anywhere",
         "finetune.py": """
             import lib
@@ -230,9 +234,10 @@ def test_entry_points(tmp_path: Path) -> None:
         (tmp_path / name).write_text(textwrap.dedent(text))
     files = [tmp_path / name for name in sources]
     found = find_scripts(tmp_path, files)
-    assert [one.path for one in found] == ["finetune.py", "predict.py", "tests/test_training.py"]
+    names = ["finetune.py", "begin.py", "predict.py", "tests/test_training.py"]
+    assert [(one.path, one.trains) for one in found] == [(n, n != "predict.py") for n in names]
     assert found[0].missing == ("not_installed_anywhere",)
-    assert found[1].required == ("image", "--weights")
+    assert found[2].required == ("image", "--weights")
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find strays")

@@ -47,6 +47,7 @@ def port_repository(wanted: PortRequest, tell: Callable[[str], None]) -> Reposit
             script or slice.
     """
     find_topology(wanted.slice_name)
+    wanted = replace(wanted, root=wanted.root.resolve())
     if not is_ours(wanted.out):
         raise UsageError(f"{wanted.out} holds other files. Name another folder with --out.")
     tell("reading the repository")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 # How the files of a repository name its scripts: `torchrun --nproc_per_node=8 train.py --lr 1`.
 _LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
+# What a document may have in front of a command: `$ `, `(env)[folder]$ `.
+_PROMPT = re.compile(r"^[^`'\"]*?\$ ")
 _SHELL = {".sh", ".bash", ".md", ".slurm", ".sbatch"}
 _LARGEST = 1_000_000
 _HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
@@ -37,7 +39,7 @@ class StartScript:
 
     Attributes:
         path: The script, relative to the repository.
-        trains: Whether it calls `backward()`, or a trainer that does.
+        trains: Whether it or a module that it imports calls `backward()`, or a trainer that does.
         reasons: Why it is thought to be an entry point, in words.
         required: Arguments that it cannot do without.
         launches: The lines that start it.
@@ -81,7 +83,9 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         started = tuple(launches.get(path.name, ()))
         if not (one.has_main or started) or path.name == "setup.py":
             continue
-        missing = tuple(sorted(m for m in _reached(path, seen, root) if not _installed(m, own)))
+        packages, modules = _reached(path, seen, root)
+        missing = tuple(sorted(m for m in packages if not _installed(m, own)))
+        one.trains |= any(seen[module].trains for module in modules)
         score, reasons = _score(name, one, started)
         found.append(
             StartScript(name, one.trains, reasons, tuple(one.required), started[:5], missing, score)
@@ -103,6 +107,7 @@ def _score(name: str, seen: _Seen, started: Sequence[Launch]) -> tuple[int, tupl
         "it trains": 4 * seen.trains,
         "it has a main part": 2 * seen.has_main,
         "other files start it": 3 * bool(started),
+        "hydra configures it": 2 * seen.hydra,
         "it has the name of a script that trains": 3
         * stem.startswith(("train", "main", "finetune")),
         "it lies at the top": 1 * (len(parts) == 1),
@@ -167,8 +172,8 @@ def _imports(body: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
-def _reached(start: Path, seen: dict[Path, _Seen], root: Path) -> set[str]:
-    """Return the packages that a script imports, by itself or through modules of the repository."""
+def _reached(start: Path, seen: dict[Path, _Seen], root: Path) -> tuple[set[str], set[Path]]:
+    """Return what a script imports, also through others: packages, and modules beside it."""
     waiting, done, found = [start], {start}, set()
     while waiting:
         path = waiting.pop()
@@ -180,7 +185,7 @@ def _reached(start: Path, seen: dict[Path, _Seen], root: Path) -> set[str]:
             elif target not in done:
                 done.add(target)
                 waiting.append(target)
-    return found
+    return found, done & seen.keys()
 
 
 def _own_module(name: str, path: Path, root: Path) -> Path | None:
@@ -231,7 +236,7 @@ def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(line: str, place: str) -> tuple[str, Launch] | None:
     try:
-        words = shlex.split(line.strip().removeprefix("$").strip(), comments=True)
+        words = shlex.split(_PROMPT.sub("", line), comments=True)
     except ValueError:
         return None
     while words and re.fullmatch(r"\w+=.*", words[0]):
