@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from recipes.openpilot.constants import (
-    DT_MDL,
     IDX_N,
     LEAD_T_IDXS,
     LEAD_T_OFFSETS,
@@ -244,11 +243,6 @@ class Drive:
         made = np.full((count, IDX_N, 2), MODEL_CAMERA_HEIGHT)
         made[:, :, 0] = self.lines(time, np.array(X_IDXS), asides)
         return made
-
-
-def frame_times(count: int) -> Array:
-    """Return the times (count,) in s at which frames are taken."""
-    return np.arange(count) * DT_MDL
 
 
 def _integral(values: Array, step: float) -> Array:

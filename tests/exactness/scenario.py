@@ -57,18 +57,27 @@ def normal(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> to
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
 
 
+# Tests of what plain torchax does run no line of the package: another torchax alone can change
+# them, and its version is pinned.
+
+
 def against_torchax(scenarios: list[Scenario]) -> list[Any]:
-    """The scenarios that plain torchax gets wrong, each as a strict expected failure."""
+    """The scenarios that plain torchax gets wrong, each as a strict expected failure, slow."""
     return [
-        pytest.param(s, id=s.name, marks=pytest.mark.xfail(strict=True, reason=s.torchax))
+        pytest.param(
+            s,
+            id=s.name,
+            marks=[pytest.mark.slow, pytest.mark.xfail(strict=True, reason=s.torchax)],
+        )
         for s in scenarios
         if s.torchax is not None
     ]
 
 
-def expect_torchax_wrong(reason: str) -> Any:
-    """Mark for a test that shows what plain torchax does wrong."""
-    return pytest.mark.xfail(strict=True, reason=f"plain torchax: {reason}")
+def expect_torchax_wrong(reason: str) -> Callable[[Any], Any]:
+    """Mark a test that shows what plain torchax does wrong; it is slow."""
+    wrong = pytest.mark.xfail(strict=True, reason=f"plain torchax: {reason}")
+    return lambda test: pytest.mark.slow(wrong(test))
 
 
 def built(scenario: Scenario) -> Any:

@@ -328,7 +328,8 @@ def test_repeated_blocks_share_a_program_and_its_backward():
     expected = model(X)
     expected.sum().backward()
     ported = tpuport.convert(model)
-    grads = jax.grad(lambda p: ported.apply(p, ported.buffers, None, X)[0].sum())(ported.params)
+    gradient = jax.grad(lambda p: ported.apply(p, ported.buffers, None, X)[0].sum())
+    grads = jax.jit(gradient)(ported.params)
     for name, parameter in model.named_parameters():
         np.testing.assert_allclose(grads[name], parameter.grad, rtol=1e-4, atol=1e-5)
 

@@ -161,4 +161,4 @@ def _gradients(ported: Any, x: torch.Tensor) -> dict[str, Any]:
     def loss(params: Any) -> Any:
         return ported.apply(params, ported.buffers, jax.random.key(0), x)[0]
 
-    return jax.grad(loss)(ported.params)
+    return jax.jit(jax.grad(loss))(ported.params)

@@ -30,6 +30,7 @@ import tpuport
 from tests.exactness.plain_torchax import PlainTorchax
 from tests.exactness.scenario import assert_same, by_tpuport, expect_torchax_wrong, host, normal
 from tpuport.foundation.errors import PortError
+from tpuport.tracing.core import keys
 
 N = 4000
 FROZEN = "the key is closed over by jax.jit: the same numbers at every call"
@@ -509,3 +510,12 @@ def test_every_draw_of_every_path_is_its_own(target):
         first, last = map(tpuport.to_torch, ported(torch.randn(5, 3)))
         assert ported.report.verified
         assert not torch.isin(last, first).any()
+
+
+def test_a_gradient_in_a_jit_before_any_call_leaves_no_tracer_behind(monkeypatch):
+    monkeypatch.setattr(keys, "_KEYS", [])
+    ported, x = tpuport.convert(nn.Linear(2, 2)), torch.ones(2)
+    total = jax.jit(jax.grad(lambda p: ported.apply(p, {}, None, x)[0].sum()))
+    assert total(ported.params)["bias"].tolist() == [1, 1]
+    assert len(keys._KEYS) == 1
+    assert tpuport.to_torch(by_tpuport(lambda x: x + 1)(x)).tolist() == [2, 2]

@@ -123,9 +123,10 @@ def _against_torchax() -> list[Any]:
         case = by_name[name][which]
         entry = lowering_registry.LOWERINGS.get(case.op)
         reason = "it needs the trace: writes, Python values" if entry is None else entry.reason
-        mark = pytest.mark.xfail(strict=True, reason=reason)
+        # As in tests/exactness/scenario.py, no line of the package runs.
+        marks = [pytest.mark.slow, pytest.mark.xfail(strict=True, reason=reason)]
         one = dataclasses.replace(case, calls=(case.calls[index],))
-        made.append(pytest.param(one, id=name, marks=mark))
+        made.append(pytest.param(one, id=name, marks=marks))
     return made
 
 
@@ -198,6 +199,7 @@ def test_draw_from_a_generator(op):
     assert not torch.equal(host(seeded[0]), host(seeded[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.xfail(strict=True, reason="no lowering, or the same numbers at every call of a jit")
 @pytest.mark.parametrize("draw", random.DRAWS, ids=str)

@@ -14,6 +14,7 @@ from tests.training.small import Small, batches, loss
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.sharding import fsdp
 from tpuport.training import TrainState, from_torch, make_train_step
+from tpuport.training.state import _copies, copy_all, ema_of
 
 
 def same(found: Any, expected: Any, rtol: float = 1e-4) -> None:
@@ -180,6 +181,27 @@ def test_the_old_state_is_overwritten_and_the_model_is_not():
     taken = step.init(copy=False)
     step(taken, batches(1)[0])
     assert all(value.is_deleted() for value in ported.params.values())
+
+
+def test_a_state_is_copied_by_a_program_for_each_spread():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    arrays = {str(n): jax.numpy.arange(n / 1).astype("bfloat16") for n in (8, 16, 24)}
+    arrays["16"] = jax.device_put(arrays["16"], spread)
+    before = _copies._cache_size()
+    copied, averages = copy_all({**arrays, "again": arrays["8"]}), ema_of(arrays)
+    assert _copies._cache_size() == before + 4  # two spreads, in two dtypes
+    arrays["again"] = arrays["8"]
+    assert copied["again"] is not copied["8"]
+    for name, array in arrays.items():
+        made = copied[name]
+        assert (made.sharding, made.committed) == (array.sharding, array.committed)
+        np.testing.assert_array_equal(made, array)
+        assert averages.get(name, made).dtype == (made.dtype if name == "again" else np.float32)
+    for array in arrays.values():
+        array.delete()
+    assert float(sum(value.sum() for value in averages.values())) == 28 + 120 + 276
+    assert float(copied["again"][7]) == 7
 
 
 def test_frozen_parameters_never_meet_the_optimizer():

@@ -1,6 +1,7 @@
 """The state that a training run changes, as one pytree."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 import jax
@@ -57,10 +58,31 @@ class TrainState:
 
 def ema_of(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Return the initial averages of parameters: their values, in float32 or wider."""
-    return {
-        name: jnp.array(value, jnp.promote_types(value.dtype, jnp.float32))
-        for name, value in params.items()
-    }
+    return copy_all(params, widen=True)
+
+
+def copy_all(tree: Any, *, widen: bool = False) -> Any:
+    """Copy the arrays of a tree; with `widen` in float32 or wider.
+
+    Those that are spread alike are copied by one program: `jnp.copy` compiles one for each shape.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    alike: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        place = (leaf.sharding, leaf.committed) if isinstance(leaf, jax.Array) else None
+        alike.setdefault(place, []).append(index)
+    for indices in alike.values():
+        made = _copies([leaves[index] for index in indices], widen)
+        for index, leaf in zip(indices, made, strict=True):
+            leaves[index] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+@partial(jax.jit, static_argnums=1)
+def _copies(leaves: list[jax.Array], widen: bool) -> list[jax.Array]:
+    if widen:
+        return [jnp.array(leaf, jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
+    return [jnp.copy(leaf) for leaf in leaves]
 
 
 def ema_update(

@@ -25,7 +25,7 @@ from tpuport.training.first_call_state import settled
 from tpuport.training.first_gradients import compare_first
 from tpuport.training.input.sources import HostShard
 from tpuport.training.optimizer_state import as_optimizer, optimizer_state
-from tpuport.training.state import TrainState, ema_of
+from tpuport.training.state import TrainState, copy_all, ema_of
 from tpuport.training.step_function import CHECK, Batch, Metrics, Training, known_values, train
 from tpuport.training.trainable import refuse_shared_memory, trained_names
 
@@ -135,8 +135,8 @@ class TrainStep:
             copy: if False, use the model's own arrays, which are donated to the first step. Until
                 `load_state` the model then has no values, and the weights are in memory once.
         """
-        take: Callable[[Any], Any] = jnp.copy if copy else lambda value: value
-        params, frozen, buffers = (jax.tree.map(take, part) for part in self._training.split())
+        parts = self._training.split()
+        params, frozen, buffers = copy_all(parts) if copy else parts
         mesh, whole, places = self.ported.mesh, None, None
         if mesh is not None:
             whole = NamedSharding(mesh, PartitionSpec())
@@ -168,8 +168,7 @@ class TrainStep:
         source = state.with_ema() if ema else state
         params = {n: source.params.get(n, source.frozen.get(n)) for n in self.ported.params}
         frozen = {n: v for n, v in source.frozen.items() if n not in params}
-        self.ported.params = jax.tree.map(jnp.copy, params)
-        self.ported.buffers = jax.tree.map(jnp.copy, {**source.buffers, **frozen})
+        self.ported.params, self.ported.buffers = copy_all((params, {**source.buffers, **frozen}))
         return self.ported
 
     # The method's name in the scripts of the first users.

@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 import tpuport
 from recipes.hunyuan_video import runs
 from recipes.hunyuan_video.__main__ import app
+from recipes.hunyuan_video.denoise import Denoiser
 from recipes.hunyuan_video.video import psnr, read_video
 from tests.recipes.hunyuan_video.short import LENGTH
 from tests.recipes.killing import kill_when
@@ -93,6 +94,8 @@ def test_all_at_once_and_one_by_one(model_folder: Path, tmp_path: Path):
     assert "0 compiled" in again.output
 
 
+# The test of a run that breaks off runs the same lines.
+@pytest.mark.slow
 def test_a_run_that_was_killed_goes_on(model_folder: Path, tmp_path: Path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     # Frames would say no more, and take longest.
@@ -123,6 +126,31 @@ def encoded(short: None, model_folder: Path, tmp_path_factory: pytest.TempPathFa
 def begun(encoded: Path, tmp_path: Path) -> Path:
     """The same, to go on with."""
     return shutil.copytree(encoded, tmp_path / "begun")
+
+
+def test_a_run_that_breaks_off_goes_on(
+    model_folder: Path, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = shutil.copytree(begun, tmp_path / "whole")
+    given = ("denoise", model_folder, "--save-every", "1", "-o")
+    assert run(*given, whole).exit_code == 0
+
+    def breaks_off(self: Denoiser, step: int) -> bool:
+        if step == 2:
+            raise KeyboardInterrupt
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Denoiser, "is_full", breaks_off)
+        assert run(*given, begun).exit_code != 0
+    partial = begun / "denoising.safetensors"
+    assert partial.exists()
+    assert not (begun / "latents.safetensors").exists()
+    found = run(*given, begun)
+    assert found.exit_code == 0, found.output
+    assert "resumes after step" in found.output
+    assert not partial.exists()
+    np.testing.assert_array_equal(latents(whole), latents(begun))
 
 
 def test_other_options_are_not_gone_on_with(model_folder: Path, begun: Path, tmp_path: Path):

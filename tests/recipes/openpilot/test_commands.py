@@ -1,12 +1,14 @@
 """The commands one after the other, as the page of the recipe has them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import tpuport
 from recipes.hunyuan_video.video import read_video
 from recipes.openpilot.__main__ import COMMANDS, app
 from recipes.openpilot.contract import read_contract
@@ -33,6 +35,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def _compiled_once(tmp_path: Path) -> Iterator[None]:
+    """The model that is evaluated and the one beside it are one program."""
+    with tpuport.compile_cache(tmp_path / "programs"):
+        yield
+
+
+@pytest.mark.usefixtures("_compiled_once")
 def test_a_model_goes_through_all_of_them(data: Path, tmp_path: Path):
     model, out = data / "model" / "driving_supercombo.onnx", tmp_path / "run"
     # One layer, and few frames: what is in a step is tested elsewhere.

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import tpuport
 from recipes.openpilot.__main__ import app
 from recipes.openpilot.compile import compile_program, files_of, window_shapes
 from recipes.openpilot.contract import Kind, read_contract
@@ -19,12 +20,15 @@ from recipes.openpilot.train import TrainOptions, make_student
 from recipes.openpilot.windows import Windows, write_seen
 from tests.recipes.openpilot.frames import make_shard
 from tpuport.foundation.errors import UsageError
+from tpuport.training import TrainStep
 
 LOSSES = LossWeights(plan=0.0, path=1.0)
 DORA = DoraOptions(("temporal_hydra/plan",), rank=4)
 OPTIONS = TrainOptions(DORA, LOSSES, warmup=1, length=2, batch_size=8)
 
 
+# The next test has what is asked for; tests/program compiles such steps.
+@pytest.mark.slow
 def test_a_step_is_compiled_for_a_chip_that_is_not_there(
     driving_models: Callable[..., list[Path]],
 ):
@@ -39,6 +43,25 @@ def test_a_step_is_compiled_for_a_chip_that_is_not_there(
     assert report.work.collectives == ()
     assert report.estimate is not None
     assert report.estimate.seconds > 0
+
+
+def test_its_step_is_asked_for(
+    driving_models: Callable[..., list[Path]], monkeypatch: pytest.MonkeyPatch
+):
+    asked = []
+    monkeypatch.setattr(
+        tpuport, "compile_for", lambda *given, **named: asked.append((given, named))
+    )
+    model = driving_models("0.10.3")
+    compile_program("train", model, "v6e-4", OPTIONS, quick=True)
+    (((step, topology), named),) = asked
+    assert isinstance(step, TrainStep)
+    trained, _ = count_trained(make_student(model, DORA))
+    assert sum(step.ported.params[name].size for name in step.trained) == trained
+    assert (topology, named["mesh"], named["quick"]) == ("v6e-4", {"data": -1}, True)
+    assert named["rules"].name == "by window"
+    (shapes,) = named["inputs"]
+    assert {value.shape[:2] for value in shapes.values()} == {(8, 3)}
 
 
 def test_chips_keep_their_own_cameras():

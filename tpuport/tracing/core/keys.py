@@ -64,7 +64,8 @@ _KEYS: list[jax.Array] = []
 def unused_key() -> jax.Array:
     """Return a constant key for a program that draws no random numbers."""
     if not _KEYS:
-        _KEYS.append(jax.random.key(0))
+        with jax.ensure_compile_time_eval():  # inside a jit of the user it would be a tracer
+            _KEYS.append(jax.random.key(0))
     return _KEYS[0]
 
 

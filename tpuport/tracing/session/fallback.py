@@ -80,7 +80,7 @@ class Fallback:
             code = frame.f_code
             if is_inside(code.co_filename) or code.co_flags & _SUSPENDS:
                 continue
-            functions = [f for f in _running(tracer, code) if f.__code__ is not own]
+            functions = [f for f in _running(tracer, code, error) if f.__code__ is not own]
             if functions and not self._tried.intersection(functions):
                 return functions
         return []
@@ -156,8 +156,10 @@ def _with_values(master: torch.nn.Module, known: dict[str, Any]) -> torch.nn.Mod
     return clone_module(master, value)[0]
 
 
-def _running(tracer: "Tracer", code: CodeType) -> list[FunctionType]:
+def _running(tracer: "Tracer", code: CodeType, error: BaseException) -> list[FunctionType]:
     """Return the user's functions that run a code object, itself or in a comprehension."""
     found = [f for f, r in tracer.rewrites.items() if any(c is code for c in nested_codes(r.code))]
+    if not found and "<locals>" not in code.co_qualname:
+        found = live.functions_that_ran(code, error)
     found = found or [f for f in live.functions_with(code) if "<locals>" not in f.__qualname__]
     return [getattr(function, "__func__", function) for function in found]
