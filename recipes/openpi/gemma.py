@@ -116,7 +116,7 @@ class Gemma(nn.Module):
             head_dim=sizes.head_dim,
             hidden_act="gelu_pytorch_tanh",
             vocab_size=vocab_size or 1,
-            pad_token_id=None,
+            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         )
         if vocab_size is not None:
             self.embed_tokens = nn.Embedding(vocab_size, sizes.width)

@@ -115,6 +115,14 @@ class Pi0(nn.Module):
     horizon, action dim).
     """
 
+    # Read by `tpuport.cast`: what openpi computes in float32.
+    _keep_in_fp32_modules_strict = (
+        *("action_in_proj", "action_out_proj", "state_proj", "time_mlp_in", "time_mlp_out"),
+        *("action_time_mlp_in", "action_time_mlp_out"),
+        *("input_layernorm", "post_attention_layernorm", "norm"),
+        *("patch_embedding", "position_embedding"),
+    )
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
@@ -245,9 +253,9 @@ def augmented_loss(policy: Pi0, batch: Batch) -> Tensor:
 
 def to_bfloat16(policy: Pi0) -> Pi0:
     """Turn the transformers to bfloat16, but for their norms and the embedding of patches."""
-    kept = ("patch_embedding", "position_embedding", "input_layernorm", "post_attention_layernorm")
-    for name, parameter in policy.paligemma_with_expert.named_parameters():
-        if not any(part in name for part in kept) and "model.norm." not in name:
+    kept = set(policy._keep_in_fp32_modules_strict)
+    for name, parameter in policy.named_parameters():
+        if not kept.intersection(name.split(".")):
             parameter.data = parameter.data.bfloat16()
     return policy
 

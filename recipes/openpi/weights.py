@@ -95,11 +95,14 @@ def _fill_buffers(policy: Pi0, config: Config) -> None:
 
 
 def random_weights(config: Config, seed: int = 0) -> Pi0:
-    """Return a policy whose layers are those of a fresh Gemma: small weights, norms at one."""
+    """Return a policy with random weights and norms at one, all of whose layers count.
+
+    In a fresh policy the gates of adaptive norms are zero, so its expert's layers do nothing.
+    """
     policy = make_policy(config, seed)
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.paligemma_with_expert.named_parameters():
-        if parameter.dim() > 1 and "dense" not in name:
+    for parameter in policy.paligemma_with_expert.parameters():
+        if parameter.dim() > 1:
             fan_in = parameter[0].numel()
             torch.nn.init.normal_(parameter, std=fan_in**-0.5, generator=generator)
     return policy

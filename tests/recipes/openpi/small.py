@@ -50,3 +50,11 @@ def observations(batch: int = 2, seed: int = 0, length: int = 7, *, drawn: bool 
         made["noise"] = torch.randn(batch, 4, 6, generator=generator)
         made["time"] = torch.rand(batch, generator=generator)
     return made
+
+
+# Of the same widths, for a robot with eight numbers of state and prompts of bytes.
+_WIDE = replace(SMALL, action_dim=8, vocab_size=400)
+SERVED = {
+    "pi0": replace(_WIDE, max_token_len=48),
+    "pi05": replace(_WIDE, max_token_len=128, pi05=True),
+}
