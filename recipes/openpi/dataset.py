@@ -18,7 +18,7 @@ from recipes.packages import av, needed
 from tpuport.foundation.errors import UsageError
 
 VERSIONS = ("v2.0", "v2.1")
-_EPISODES_KEPT = 8  # decoded, by process
+_EPISODES_KEPT = 256  # without pictures, by process
 
 
 def parquet() -> Any:
@@ -31,7 +31,7 @@ def parquet() -> Any:
 
 
 class LeRobot:
-    """A dataset on disk. Episodes are read when they are first asked for."""
+    """A dataset on disk, whose pictures are decoded one by one."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -57,11 +57,11 @@ class LeRobot:
         yield from (json.loads(line) for line in text.splitlines() if line.strip())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the decoded episodes, so that worker processes get a small object."""
+        """Leave out what was read, so that worker processes get a small object."""
         return {name: value for name, value in vars(self).items() if name != "episode"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Begin without decoded episodes."""
+        """Begin with nothing read."""
         vars(self).update(state)
         self.episode = lru_cache(_EPISODES_KEPT)(self._read)
 
@@ -70,7 +70,7 @@ class LeRobot:
         return self.root / self.info[kind].format(episode_chunk=chunk, episode_index=index, **names)
 
     def _read(self, index: int) -> dict[str, Any]:
-        """Return each feature of an episode, (frames, ...)."""
+        """Return each feature of an episode but its videos, (frames, ...)."""
         path = self._path("data_path", index)
         try:
             table = parquet().read_table(path)
@@ -78,14 +78,19 @@ class LeRobot:
             raise UsageError(f"{path} cannot be read: {error}") from error
         made: dict[str, Any] = {}
         for name, feature in self.info["features"].items():
-            if feature["dtype"] == "video":
-                video = self._path("video_path", index, video_key=name)
-                made[name] = _frames(video, self.lengths[index])
-            elif feature["dtype"] == "image":
-                made[name] = np.stack([_decoded(one["bytes"]) for one in table[name].to_pylist()])
-            else:
+            if feature["dtype"] == "image":
+                made[name] = [one["bytes"] for one in table[name].to_pylist()]
+            elif feature["dtype"] != "video":
                 made[name] = np.array(table[name].to_pylist())
         return made
+
+    def at(self, name: str, episode: int, time: int) -> Any:
+        """Return a feature of one frame; a picture as (height, width, 3)."""
+        if self.info["features"][name]["dtype"] == "video":
+            path = self._path("video_path", episode, video_key=name)
+            return _frame(path, time, self.info["fps"])
+        found = self.episode(episode)[name][time]
+        return _decoded(found) if isinstance(found, bytes) else found
 
 
 def _decoded(data: bytes) -> NDArray[np.uint8]:
@@ -94,15 +99,21 @@ def _decoded(data: bytes) -> NDArray[np.uint8]:
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
-def _frames(path: Path, length: int) -> NDArray[np.uint8]:
+def _frame(path: Path, index: int, fps: float) -> NDArray[np.uint8]:
+    """Decode one frame of a video, from the key frame in front of it on."""
     try:
         with av().open(str(path)) as file:
-            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+            stream = file.streams.video[0]
+            stream.codec_context.thread_count = 1
+            file.seek(int(index / fps / stream.time_base), stream=stream)
+            for frame in file.decode(stream):
+                if round(frame.time * fps) >= index:
+                    if round(frame.time * fps) == index:
+                        return frame.to_ndarray(format="rgb24")
+                    break
     except (OSError, av().error.FFmpegError) as error:
         raise UsageError(f"{path} cannot be decoded: {error}") from error
-    if len(frames) != length:
-        raise UsageError(f"{path} has {len(frames)} frames, and its episode has {length}")
-    return np.stack(frames)
+    raise UsageError(f"{path} has no frame {index}, and its episode has")
 
 
 class Demonstrations:
@@ -127,11 +138,11 @@ class Demonstrations:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         episode, time = self.places[index]
-        found = self.data.episode(episode)
-        made = {path: found[name][time] for path, name in self.robot.features.items()}
+        features = self.robot.features.items()
+        made = {p: self.data.at(name, episode, time) for p, name in features if p != "actions"}
         made["actions"] = self.actions(episode, time)
-        task = self.data.tasks.get(int(np.ravel(found["task_index"][time])[0]), "")
-        return {**made, "prompt": task}
+        task = int(np.ravel(self.data.at("task_index", episode, time))[0])
+        return {**made, "prompt": self.data.tasks.get(task, "")}
 
     def actions(self, episode: int, time: int) -> NDArray[Any]:
         """Return the actions from a time on, (horizon, action dim)."""
@@ -142,11 +153,10 @@ class Demonstrations:
     def stats(self) -> Stats:
         """Return the statistics of states, and of chunks of actions in the policy's conventions."""
         states, chunks = [], []
-        for index in range(len(self)):
-            item = self[index]
-            state = self.robot.observed(item).state
-            states.append(state)
-            chunks.append(self.robot.actions_in(item["actions"], state))
+        for episode, time in self.places:
+            found = self.data.at(self.robot.features[self.robot.state], episode, time)
+            states.append(self.robot.state_in(found))
+            chunks.append(self.robot.actions_in(self.actions(episode, time), states[-1]))
         return {"state": NormStats.of(np.stack(states)), "actions": NormStats.of(np.stack(chunks))}
 
 

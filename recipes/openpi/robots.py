@@ -68,7 +68,15 @@ class Robot:
                 f"observation[{self.state!r}]: expected {self.state_dim} numbers, got"
                 f" {'none' if state is None else np.shape(state)}"
             )
-        return Observed(images, self._state_in(_numbers(state, self.state)))
+        return Observed(images, self.state_in(state))
+
+    def state_in(self, state: Any) -> Floats:
+        """Return a recorded state in the policy's conventions."""
+        made = _numbers(state, self.state)
+        if self.flips:
+            made = made * np.array(self.flips, np.float32)
+            made[list(_GRIPPERS)] = _gripper_state_in(made[list(_GRIPPERS)])
+        return made
 
     def actions_in(self, actions: Any, state: Floats) -> Floats:
         """Return recorded actions (horizon, action dim) in the policy's conventions."""
@@ -91,13 +99,6 @@ class Robot:
         mask = np.array(self.delta, bool)
         moved[: len(mask)] = np.where(mask, state[: len(mask)], 0)
         return moved
-
-    def _state_in(self, state: Floats) -> Floats:
-        if not self.flips:
-            return state
-        made = state * np.array(self.flips, np.float32)
-        made[list(_GRIPPERS)] = _gripper_state_in(made[list(_GRIPPERS)])
-        return made
 
 
 def _at(observation: Mapping[str, Any], path: str) -> Any:

@@ -33,10 +33,8 @@ pytestmark = pytest.mark.filterwarnings(r"ignore:connect\(\) must be used as:Dep
 class Echo:
     """In a policy's place: actions are the state, a second after `slow`, an error at `broken`."""
 
-    batch_sizes = (1, 3)
-    metadata = {"robot": "echo"}
-
     def __init__(self) -> None:
+        self.batch_sizes, self.metadata = (1, 3), {"robot": "echo"}
         self.sizes: list[int] = []
         self.hold = threading.Event()
         self.hold.set()
