@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 
 import tpuport
 from recipes.openpi.config import CAMERAS, Config
+from recipes.openpi.dataset import Demonstrations, LeRobot
 from recipes.openpi.inputs import Preparation, Prepared, stacked
-from recipes.openpi.model import to_bfloat16
+from recipes.openpi.model import Pi0, to_bfloat16
+from recipes.openpi.quantize import Quantized, calibration_of, quantize_policy
 from recipes.openpi.robots import robot_of
 from recipes.openpi.statistics import read_stats
 from recipes.openpi.tokens import read_prompts
@@ -37,6 +39,8 @@ class PolicyOptions:
         prompt_lengths: Lengths of prompts that have programs; the longest prompt is always one.
         bf16: Whether to compute both transformers in bfloat16, as openpi serves.
         seed: Random seed of the noise.
+        scheme: How both transformers are quantized, a name of `quantize.SCHEMES`; None for floats.
+        data: Dataset that quantization is calibrated on.
     """
 
     robot: str = "libero"
@@ -46,12 +50,16 @@ class PolicyOptions:
     prompt_lengths: tuple[int, ...] = ()
     bf16: bool = False
     seed: int = 0
+    scheme: str | None = None
+    data: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_sizes", "prompt_lengths"):
             sizes = getattr(self, name)
             if any(size < 1 for size in sizes) or (name == "batch_sizes" and not sizes):
                 raise UsageError(f"{name}={sizes}: expected numbers of 1 and more")
+        if self.scheme is not None and self.data is None:
+            raise UsageError(f"scheme={self.scheme!r}: give the dataset to calibrate on by --data")
         if self.num_steps < 1:
             raise UsageError(f"num_steps={self.num_steps}: expected 1 or more")
 
@@ -93,6 +101,7 @@ class Policy:
             "num_steps": self.options.num_steps,
             "max_batch": self.batch_sizes[-1],
             "prompt_lengths": self.lengths,
+            "scheme": self.options.scheme or "",
         }
 
     def compile(self) -> list[Any]:
@@ -162,7 +171,11 @@ def load_policy(folder: Path, options: PolicyOptions) -> Policy:
     """
     model = read_weights(folder)
     preparation = preparation_of(folder, model.config, options)
-    model = to_bfloat16(model) if options.bf16 else model.float()
+    model = model.float()
+    if options.scheme is not None:
+        model = quantized(model, preparation, options).policy
+    elif options.bf16:
+        model = to_bfloat16(model)
     ported = tpuport.convert(model.requires_grad_(False), methods=("sample_actions",), verify=False)
     return Policy(ported, preparation, options)
 
@@ -171,3 +184,14 @@ def preparation_of(folder: Path, config: Config, options: PolicyOptions) -> Prep
     """Read norm stats and tokenizer of a policy's folder."""
     prompts = read_prompts(folder, config)
     return Preparation(config, robot_of(options.robot), read_stats(folder), prompts)
+
+
+def quantized(
+    model: Pi0, preparation: Preparation, options: PolicyOptions, *, batches: int = 8
+) -> Quantized:
+    """Quantize a policy as the options say, calibrated on frames of their dataset."""
+    assert options.scheme is not None
+    assert options.data is not None
+    found = Demonstrations(LeRobot(options.data), preparation.robot, model.config.action_horizon)
+    calibration = calibration_of(found, preparation, batches=batches, batch_size=2)
+    return quantize_policy(model, options.scheme, calibration)

@@ -27,6 +27,64 @@ class Scheme(StrEnum):
     DUQUANT = "duquant-w4a8"
 
 
+def quantize(
+    policy: Policy,
+    data: Annotated[Path, typer.Option(help="LeRobot dataset to calibrate on.")],
+    scheme: Annotated[Scheme, typer.Option(help="Bits, and DuQuant.")] = Scheme.W8A8,
+    robot: Robot = RobotName.LIBERO,
+    batches: Annotated[int, typer.Option(help="Pairs of frames to calibrate on.")] = 8,
+    json: Annotated[Path | None, typer.Option(help="File for the report as JSON.")] = None,
+) -> None:
+    """Quantize both transformers, and report errors by layer and bytes; `serve` has `--scheme`."""
+    with errors_as_exit_codes("quantize"):
+        from recipes.openpi.policy import PolicyOptions, preparation_of, quantized
+        from recipes.openpi.weights import read_weights
+
+        options = PolicyOptions(robot=robot.value, scheme=scheme.value, data=data)
+        model = read_weights(policy).float()
+        preparation = preparation_of(policy, model.config, options)
+        report = quantized(model, preparation, options, batches=batches).report
+        typer.echo(str(report))
+        if json is not None:
+            report.save(json)
+
+
+def compile_(
+    parts: Annotated[
+        list[str] | None, typer.Argument(help="vision, prefix, step, call [default: all].")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="Size of the policy.")] = Size.PI0,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-1",
+    scheme: Annotated[
+        Scheme | None, typer.Option(help="How it is quantized [default: bfloat16].")
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Observations at a time.")] = 1,
+    cameras: Annotated[int, typer.Option(help="Pictures of an observation.")] = 3,
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Let libtpu optimise less or fully.")
+    ] = True,
+) -> None:
+    """Compile a policy call and its parts from shapes alone, for a TPU that need not be there."""
+    with errors_as_exit_codes("compile"):
+        from recipes.openpi import compile as stage
+
+        reports = {}
+        for part, report in stage.compile_parts(
+            size.value,
+            topology,
+            parts=tuple(parts or stage.PARTS),
+            batch=batch,
+            cameras=cameras,
+            scheme=scheme and scheme.value,
+            quick=quick,
+        ):
+            typer.echo(str(report))
+            reports[part] = report
+        took = stage.milliseconds(reports)
+        if took is not None:
+            typer.echo(f"a call of ten steps: {took:.1f} ms")
+
+
 def serve(
     policy: Policy,
     robot: Robot = RobotName.LIBERO,
@@ -44,6 +102,10 @@ def serve(
     ] = None,
     num_steps: Annotated[int, typer.Option(help="Steps of the flow.")] = 10,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
+    scheme: Annotated[Scheme | None, typer.Option(help="How it is quantized.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="LeRobot dataset to calibrate quantization on.")
+    ] = None,
     wait_ms: Annotated[float, typer.Option(help="How long a batch waits for others.")] = 2.0,
     max_clients: Annotated[int, typer.Option(help="Connections at a time.")] = 64,
     api_key_file: Annotated[
@@ -69,6 +131,8 @@ def serve(
             batch_sizes=tuple(batch or (1, 4)),
             prompt_lengths=tuple(prompt_length or ()),
             bf16=bf16,
+            scheme=scheme and scheme.value,
+            data=data,
         )
         options = stage.ServeOptions(
             host=host,
