@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from recipes.openpi.commands import RobotName
+from recipes.openpi.commands import RobotName, Size
 from tpuport.cli._common import errors_as_exit_codes
 
 Policy = Annotated[Path, typer.Option(help="Folder of the policy.")]
@@ -46,7 +46,7 @@ def quantize(
         report = quantized(model, preparation, options, batches=batches).report
         typer.echo(str(report))
         if json is not None:
-            report.save(json)
+            json.write_text(report.to_json(), encoding="utf-8")
 
 
 def compile_(
