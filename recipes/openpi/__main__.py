@@ -9,6 +9,7 @@ COMMANDS = {
     "finetune": ("commands", "finetune"),
     "quantize": ("serving_commands", "quantize"),
     "serve": ("serving_commands", "serve"),
+    "rollout": ("serving_commands", "rollout"),
     "compile": ("serving_commands", "compile_"),
 }
 

@@ -48,7 +48,7 @@ def make_weights(
     out: Annotated[Path, typer.Argument(help="Folder to write the policy to.")],
     size: Annotated[Size, typer.Option(help="Size of the policy.")] = Size.TINY_PI0,
     data: Annotated[
-        Path | None, typer.Option(help="Dataset whose norm stats the policy gets, too.")
+        Path | None, typer.Option(help="Dataset for the norm stats [default: unit].")
     ] = None,
     robot: Annotated[RobotName, typer.Option(help="Robot of the dataset.")] = RobotName.LIBERO,
     seed: Annotated[int, typer.Option(help="Random seed of the weights.")] = 0,

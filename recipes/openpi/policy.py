@@ -105,12 +105,18 @@ class Policy:
         }
 
     def compile(self) -> list[Any]:
-        """Compile all programs, and return the outcome of `tpuport.warmup` for each."""
-        return tpuport.warmup(
-            (self.ported, self._arguments(size, length), {"method": "sample_actions"})
-            for size in self.batch_sizes
-            for length in self.lengths
-        )
+        """Compile all programs, and return the outcome of `tpuport.warmup` for each.
+
+        Each is called once, as a first call takes longer than the others.
+        """
+        given = [self._arguments(n, m) for n in self.batch_sizes for m in self.lengths]
+        method = {"method": "sample_actions"}
+        warmed = tpuport.warmup((self.ported, one, method) for one in given)
+        for batch, noise, steps in given:
+            zeros = {name: torch.zeros_like(one, device="cpu") for name, one in batch.items()}
+            noise = torch.zeros_like(noise, device="cpu")
+            tpuport.to_numpy(self.ported.sample_actions(zeros, noise, steps))
+        return warmed
 
     def _arguments(self, size: int, length: int) -> tuple[Any, ...]:
         side, dim = self.config.vision.image_size, self.config.action_dim

@@ -49,6 +49,32 @@ def quantize(
             json.write_text(report.to_json(), encoding="utf-8")
 
 
+def rollout(
+    host: Annotated[str, typer.Option(help="Address of the server.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Its port.")] = 8000,
+    task: Annotated[str, typer.Option(help="Task of gym-aloha.")] = "AlohaTransferCube-v0",
+    prompt: Annotated[str, typer.Option(help="Prompt of the policy.")] = "Transfer cube",
+    steps: Annotated[int, typer.Option(help="Steps of the simulator; 50 are a second.")] = 300,
+    replan: Annotated[int, typer.Option(help="Actions that are taken of each chunk.")] = 10,
+    video: Annotated[Path | None, typer.Option(help="Video to write, .mp4.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed of the scene.")] = 0,
+) -> None:
+    """Let a served policy act in gym-aloha's simulator, by openpi-client."""
+    with errors_as_exit_codes("rollout"):
+        from recipes.openpi import rollout as stage
+
+        found = stage.rollout(
+            stage.client_of(host, port),
+            stage.simulator(task),
+            prompt=prompt,
+            steps=steps,
+            replan=replan,
+            video=video,
+            seed=seed,
+        )
+        typer.echo(str(found))
+
+
 def compile_(
     parts: Annotated[
         list[str] | None, typer.Argument(help="vision, prefix, step, call [default: all].")

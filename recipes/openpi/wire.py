@@ -91,16 +91,14 @@ def _dtype(found: dict[Any, Any]) -> np.dtype[Any]:
 
 def _array(found: dict[Any, Any]) -> Any:
     dtype, data, shape = _dtype(found), found.get(b"data"), found.get(b"shape")
-    is_shape = (
-        isinstance(shape, list)
-        and len(shape) <= _MOST_DIMS
-        and all(type(size) is int and size >= 0 for size in shape)
-    )
-    if not is_shape or not isinstance(data, bytes) or not dtype.itemsize:
+    if not isinstance(data, bytes) or not isinstance(shape, list) or not dtype.itemsize:
         raise UsageError("the message holds an array without bytes or shape")
-    if math.prod(shape) * dtype.itemsize != len(data):
+    if len(shape) > _MOST_DIMS or not all(type(size) is int and size >= 0 for size in shape):
+        raise UsageError(f"the message holds an array without bytes or shape: {shape[:9]}")
+    expected = math.prod(shape) * dtype.itemsize
+    if expected != len(data):
         raise UsageError(
             f"the message holds an array of {len(data)} bytes, and shape {shape} of {dtype} asks"
-            f" for {math.prod(shape) * dtype.itemsize}"
+            f" for {expected}"
         )
     return np.frombuffer(data, dtype).reshape(shape)
