@@ -13,6 +13,7 @@ from tpuport.foundation.errors import UsageError
 
 NAME = "tokenizer.json"
 _BEGIN = "<bos>"
+_MOST_CHARACTERS = 100  # of a prompt for each token of the longest one
 # The state of π0.5 is written as numbers of these bins.
 _BINS = np.linspace(-1, 1, 257)[:-1]
 
@@ -36,6 +37,8 @@ class Prompts:
         Raises:
             UsageError: They are more than the policy takes.
         """
+        if len(prompt) > _MOST_CHARACTERS * self.config.max_token_len:
+            raise UsageError(f"a prompt of {len(prompt)} characters. What to do: a shorter prompt")
         text = prompt.strip().replace("_", " ").replace("\n", " ")
         if self.config.pi05:
             assert state is not None

@@ -97,6 +97,8 @@ def test_states_of_pi05_are_words_of_the_prompt(made: Path):
     assert plain.tokenizer.decode(plain.encode("lift it")[1:]) == "lift it\n"
     with pytest.raises(UsageError, match=r"a prompt of .* tokens, and the policy takes 48"):
         plain.encode("x y z " * 40)
+    with pytest.raises(UsageError, match="a prompt of 10000000 characters"):
+        plain.encode("x" * 10**7)
 
 
 def test_pictures_keep_their_proportions():
