@@ -1,7 +1,9 @@
 """Policies of the recipe that are small enough for a test, and observations for them."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from recipes.openpi.config import Config, Transformer, Vision
@@ -58,3 +60,13 @@ SERVED = {
     "pi0": replace(_WIDE, max_token_len=48),
     "pi05": replace(_WIDE, max_token_len=128, pi05=True),
 }
+
+
+def observation(state: float = 0.1, prompt: str = "move to the red disk") -> dict[str, Any]:
+    """What a client of a LIBERO robot sends."""
+    return {
+        "observation/image": np.full((40, 40, 3), 90, np.uint8),
+        "observation/wrist_image": np.full((40, 40, 3), 30, np.uint8),
+        "observation/state": np.full(8, state),
+        "prompt": prompt,
+    }

@@ -15,7 +15,7 @@ from recipes.openpi.robots import robot_of
 from recipes.openpi.statistics import read_stats
 from recipes.openpi.tokens import read_prompts
 from recipes.openpi.weights import read_weights
-from tests.recipes.openpi.test_serve import observation
+from tests.recipes.openpi.small import observation
 from tpuport.foundation.errors import UsageError
 
 

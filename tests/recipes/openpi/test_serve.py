@@ -18,6 +18,7 @@ from recipes.openpi.policy import PolicyOptions, load_policy
 from recipes.openpi.serve import ServeOptions, Server
 from recipes.openpi.weights import read_weights
 from recipes.openpi.wire import pack, unpack
+from tests.recipes.openpi.small import observation
 from tpuport.foundation.errors import UsageError
 
 msgpack = pytest.importorskip("msgpack", reason="waits for msgpack, of extra [openpi]")
@@ -257,15 +258,6 @@ def test_while_the_policy_is_busy_no_more_is_read():
         for number, socket in enumerate(sockets):
             assert unpack(socket.recv(timeout=20))["actions"][0, 0] == number
             socket.close()
-
-
-def observation(state: float = 0.1, prompt: str = "move to the red disk") -> dict[str, Any]:
-    return {
-        "observation/image": np.full((40, 40, 3), 90, np.uint8),
-        "observation/wrist_image": np.full((40, 40, 3), 30, np.uint8),
-        "observation/state": np.full(8, state),
-        "prompt": prompt,
-    }
 
 
 def test_the_policy_answers_what_eager_pytorch_computes(made: Path):
