@@ -80,7 +80,7 @@ class Layer(nn.Module):
             x: Values (B, tokens, width).
             condition: Embedding of the time for adaptive norms.
             rotary: Cosine and sine of the positions.
-            mask: Added to the scores (B, 1, tokens, past tokens + tokens).
+            mask: Who attends to whom, (B, 1, tokens or 1, past tokens + tokens).
             past: Keys and values of the tokens in front.
         """
         attention: Any = self.self_attn
@@ -136,7 +136,6 @@ class Gemma(nn.Module):
     ) -> tuple[Tensor, list[Keys]]:
         """Return the last layer's values before the norm, and each layer's keys and values."""
         rotary = self.rotary_emb(x, positions)
-        mask = mask.to(x.dtype)
         kept: list[Keys] = []
         for index, layer in enumerate(self.layers):
             x, keys = layer(x, condition, rotary, mask, None if past is None else past[index])

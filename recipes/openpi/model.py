@@ -20,8 +20,6 @@ from recipes.openpi.gemma import Gemma, Keys
 
 Batch = dict[str, Tensor]
 
-# What openpi adds to the scores of tokens that are not attended to.
-MASKED = -2.3819763e38
 # Periods of the embedding of the time.
 SHORTEST, LONGEST = 4e-3, 4.0
 
@@ -168,9 +166,8 @@ class Pi0(nn.Module):
         x = torch.cat([images, tokens * math.sqrt(tokens.shape[-1])], dim=1)
         of_images = batch["image_masks"].repeat_interleave(self.config.vision.num_tokens, dim=1)
         valid = torch.cat([of_images, batch["token_mask"]], dim=1)
-        pairs = valid[:, None, :] & valid[:, :, None]
         positions = valid.cumsum(1) - 1
-        return Prefix(language(x, positions, _scores(pairs))[1], valid)
+        return Prefix(language(x, positions, valid[:, None, None])[1], valid)
 
     def velocity(self, prefix: Prefix, state: Tensor, noisy: Tensor, time: Tensor) -> Tensor:
         """Return the flow's velocity (B, horizon, action dim) of actions at times (B,)."""
@@ -182,7 +179,7 @@ class Pi0(nn.Module):
         own = (groups[None, :] <= groups[:, None]).expand(batch, -1, -1).to(prefix.valid.device)
         pairs = torch.cat([prefix.valid[:, None].expand(-1, length, -1), own], dim=2)
         positions = prefix.valid.sum(1)[:, None] + torch.arange(length, device=x.device)
-        x, _ = self._expert(x.to(self._dtype), positions, _scores(pairs), condition, prefix.keys)
+        x, _ = self._expert(x.to(self._dtype), positions, pairs[:, None], condition, prefix.keys)
         normed = self._expert.norm(x, condition)[0]
         return self.action_out_proj(normed[:, -self.config.action_horizon :].float())
 
@@ -234,11 +231,6 @@ class Pi0(nn.Module):
             x = x - self.velocity(prefix, state, x, time) / num_steps
             step = step + 1
         return x
-
-
-def _scores(pairs: Tensor) -> Tensor:
-    """Return what is added to the scores (B, 1, queries, keys), from who attends to whom."""
-    return torch.where(pairs, 0.0, MASKED)[:, None]
 
 
 def policy_loss(policy: Pi0, batch: Batch) -> Tensor:
