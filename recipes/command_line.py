@@ -10,12 +10,29 @@ import typer
 import typer.main
 from typer.core import TyperCommand, TyperGroup
 
+from tpuport.foundation.errors import UsageError
+
 
 class Precision(StrEnum):
     """The precision that models compute in."""
 
     BF16 = "bf16"
     FLOAT32 = "float32"
+
+
+def mesh_sizes(text: str | None) -> dict[str, int] | None:
+    """Parse mesh axis sizes such as `fsdp=4,tensor=2`.
+
+    Raises:
+        UsageError: The text has another form.
+    """
+    if text is None:
+        return None
+    parts = [part.partition("=") for part in text.split(",")]
+    try:
+        return {name.strip(): int(size) for name, _, size in parts}
+    except ValueError:
+        raise UsageError(f"mesh={text!r}: expected sizes by axis, such as fsdp=8") from None
 
 
 def make_app(package: str, commands: Mapping[str, tuple[str, str]], about: str) -> typer.Typer:

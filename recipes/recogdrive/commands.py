@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from recipes.command_line import Precision
+from recipes.command_line import Precision, mesh_sizes
 from tpuport.cli._common import errors_as_exit_codes
-from tpuport.foundation.errors import UsageError
 
 
 class Layout(StrEnum):
@@ -154,7 +153,7 @@ def train(
             ema_decay=ema or None,
             accumulate=accumulate,
             precision=precision.value,
-            mesh=_mesh(mesh),
+            mesh=mesh_sizes(mesh),
             workers=workers,
             save_every=save_every,
             evaluate_every=evaluate_every,
@@ -211,7 +210,7 @@ def grpo(
             batch_size=batch_size,
             lr=lr,
             accumulate=accumulate,
-            mesh=_mesh(mesh),
+            mesh=mesh_sizes(mesh),
             workers=workers,
             save_every=save_every,
             evaluate_every=evaluate_every,
@@ -279,17 +278,6 @@ def compile_(
 
         for stage in stages or list(Stage):
             typer.echo(str(compile_stage(stage.value, size.value, topology, batch, quick=quick)))
-
-
-def _mesh(text: str | None) -> dict[str, int] | None:
-    """Parse mesh axis sizes such as `fsdp=4,tensor=2`."""
-    if text is None:
-        return None
-    parts = [part.partition("=") for part in text.split(",")]
-    try:
-        return {name.strip(): int(size) for name, _, size in parts}
-    except ValueError:
-        raise UsageError(f"mesh={text!r}: expected sizes by axis, such as fsdp=8") from None
 
 
 def _echo(found: dict[str, Any], path: Path) -> None:

@@ -1,0 +1,109 @@
+"""Quantization of both transformers of a policy."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tpuport
+from recipes.openpi.dataset import Demonstrations
+from recipes.openpi.inputs import Preparation, stacked
+from recipes.openpi.model import Batch, Pi0
+from tpuport.foundation.errors import UsageError
+from tpuport.quantization import QuantizationScheme
+
+# DuQuant as the openpi fork has it: permutations and rotations by blocks of 16, w4a8.
+SCHEMES: dict[str, str | QuantizationScheme] = {
+    **{name: name for name in ("w8a8", "w8a16", "w4a8", "w4a16")},
+    "duquant-w4a8": QuantizationScheme(weight_bits=4, activation_bits=8, method="duquant"),
+}
+# What stays in float: the image encoder, the time's scales of norms, and projections of actions.
+_KEEP = ("**.vision_tower.**", "**.multi_modal_projector.**", "policy.action_*")
+_KEEP_OF = {False: ("policy.state_proj",), True: ("**.dense", "policy.time_mlp_*")}  # by π0.5
+
+
+class Acting(torch.nn.Module):
+    """A policy whose forward is the sampling of actions, which is what calibration runs."""
+
+    def __init__(self, policy: Pi0, num_steps: int) -> None:
+        super().__init__()
+        self.policy, self.num_steps = policy, num_steps
+
+    def forward(self, batch: Batch, noise: torch.Tensor) -> torch.Tensor:
+        """Sample actions."""
+        return self.policy.sample_actions(batch, noise, self.num_steps)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A policy with integer weights.
+
+    Attributes:
+        policy: The policy, to be converted.
+        report: The errors and sizes, see `tpuport.quantize`.
+    """
+
+    policy: Any
+    report: Any
+
+
+def scheme_of(name: str) -> str | QuantizationScheme:
+    """Return a scheme by name.
+
+    Raises:
+        UsageError: There is no such scheme.
+    """
+    if name not in SCHEMES:
+        raise UsageError(f"scheme={name!r}: expected one of {', '.join(SCHEMES)}")
+    return SCHEMES[name]
+
+
+def quantize_policy(
+    policy: Pi0,
+    scheme: str,
+    calibration: Sequence[tuple[Batch, torch.Tensor]],
+    *,
+    num_steps: int = 4,
+) -> Quantized:
+    """Quantize a policy, and measure its errors on observations with noise.
+
+    Args:
+        policy: The policy in float32.
+        scheme: A name of `SCHEMES`.
+        calibration: Batches and noise.
+        num_steps: Steps of the flow from which layers' inputs are taken.
+    """
+    made = _quantized(policy, scheme, num_steps, calibration=list(calibration))
+    found: Any = made.module
+    return Quantized(found.policy, made.quantization)
+
+
+def _quantized(policy: Pi0, scheme: str, num_steps: int = 1, **options: Any) -> Any:
+    keep = (*_KEEP, *_KEEP_OF[policy.config.pi05])
+    acting = Acting(policy, num_steps)
+    return tpuport.quantize(acting, scheme_of(scheme), keep=keep, verify=False, **options)
+
+
+def frozen_policy(policy: Pi0, scheme: str) -> Any:
+    """Return a policy with integer weights by a scheme that needs no calibration."""
+    return _quantized(policy, scheme).module.policy
+
+
+def calibration_of(
+    found: Demonstrations, preparation: Preparation, *, batches: int, batch_size: int, seed: int = 0
+) -> list[tuple[Batch, torch.Tensor]]:
+    """Return batches of demonstrations, evenly spaced over a dataset, with noise."""
+    config, count = preparation.config, batches * batch_size
+    generator = torch.Generator().manual_seed(seed)
+    prepared = [
+        preparation.observation(found[index * len(found) // count]) for index in range(count)
+    ]
+    shape = (batch_size, config.action_horizon, config.action_dim)
+    return [
+        (
+            stacked(prepared[start : start + batch_size], config.max_token_len),
+            torch.randn(shape, generator=generator),
+        )
+        for start in range(0, count, batch_size)
+    ]
