@@ -1,5 +1,6 @@
 """In-place writes: an op's functional form runs, and its result replaces the target's value."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         )
     targets: list[Any] = [args[i] if i < len(args) else kwargs.get(n) for i, n in info.writes]
     is_out = any(a.is_out for a in func._schema.arguments)
+    given = kwargs
     if is_out:
         kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
     else:
@@ -40,6 +42,8 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         args[0]._bounds = (INT32[0], INT32[1] - 1)
     result = call(info.functional, args, kwargs)
     results = result if isinstance(result, (list, tuple)) else [result]
+    if is_out:
+        _refuse_casts(func, args, given, zip(targets, results, strict=False))
     for target, new in zip(targets, results, strict=False):
         if isinstance(target, (list, tuple)):
             for one, value in zip(target, new, strict=True):
@@ -66,6 +70,19 @@ def _refuse_targets(
         )
     for target in written:
         refuse_by_autograd(target, operands)
+
+
+def _refuse_casts(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[tuple[Any, Any]]
+) -> None:
+    """Let torch refuse a result that has another dtype than its `out=` and cannot be cast to it."""
+    pairs = [pair for pair in written if all(isinstance(one, torch.Tensor) for one in pair)]
+    if any(target.dtype != new.dtype for target, new in pairs):
+        meta_infer.from_torch(
+            func,
+            tuple(map_tensors(meta_of, one) for one in args),
+            {name: map_tensors(meta_of, one) for name, one in kwargs.items()},
+        )
 
 
 def refuse_by_autograd(target: TracedTensor, operands: list[Any]) -> None:
