@@ -174,7 +174,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for name in ("traced_cond", "traced_while", "traced_for", "traced_check", "traced_number"):
         setattr(module, name, stand_in(name))
-    vars(module).update(Effects=SimpleNamespace(FOUND="found"), computed=lambda second: second())
+    vars(module).update(Unasked=SimpleNamespace(FOUND="found"), computed=lambda second: second())
     for name in ("cond", "while_loop", "for_rows"):
         monkeypatch.setitem(sys.modules, f"tpuport.tracing.control_flow.{name}", module)
     return calls

@@ -264,10 +264,10 @@ def _computed(first: Any, second: Callable[[], Any]) -> Any:
     """Return `second()`, or `_EFFECTS` where a program has to call it on one side only."""
     if is_plain(first):
         return second()
-    from tpuport.tracing.control_flow.cond import Effects, computed
+    from tpuport.tracing.control_flow.cond import Unasked, computed
 
     value = computed(second)
-    return _EFFECTS if value is Effects.FOUND else value
+    return _EFFECTS if value is Unasked.FOUND else value
 
 
 def _are_truths(*values: Any) -> bool:

@@ -28,7 +28,7 @@ from tpuport.tracing.control_flow.merge import (
     merge,
     shared_write,
 )
-from tpuport.tracing.control_flow.reached import Reached, reached_by
+from tpuport.tracing.control_flow.reached import Closures, reached_by
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import Trace, current
@@ -98,14 +98,14 @@ def traced_cond(
     return merged
 
 
-class Effects(enum.Enum):
-    """Stands for the value of a function that does more than to compute it."""
+class Unasked(enum.Enum):
+    """Stands for the value of a function that may not be called unasked."""
 
     FOUND = enum.auto()
 
 
 def computed(function: Callable[[], Any]) -> Any:
-    """Return what a function returns, or `Effects.FOUND` if it may not be called unasked.
+    """Return what a function returns, or `Unasked.FOUND` if it may not be called unasked.
 
     It may not if it raises, makes a check, writes to tensors, draws random numbers or changes
     Python values. Then all of it is as before.
@@ -113,24 +113,24 @@ def computed(function: Callable[[], Any]) -> Any:
     trace = current()
     if trace is None:
         return function()
-    reached, draws, checks = Reached(function), trace.draws, len(trace.recorder.checks)
+    reached, draws, checks = Closures(function), trace.draws, len(trace.recorder.checks)
     with trace.recording(repeats=True) as effects:
         try:
             value = function()
         except PortError:
             raise
         except Exception:
-            value = Effects.FOUND
+            value = Unasked.FOUND
         wrote = bool(effects.before or effects.rebound or effects.wrote_on_host)
         acted = wrote or len(trace.recorder.checks) > checks or reached.changed()
         drew = any(a is not b for a, b in zip(trace.draws, draws, strict=True))
-        if value is not Effects.FOUND and not acted and not drew:
+        if value is not Unasked.FOUND and not acted and not drew:
             return value
         effects.undo()
     reached.snapshot.restore()
     trace.draws = draws
     del trace.recorder.checks[checks:]
-    return Effects.FOUND
+    return Unasked.FOUND
 
 
 def _primal(test: Any) -> jax.Array:

@@ -20,7 +20,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
-from tpuport.tracing.control_flow.reached import Reached
+from tpuport.tracing.control_flow.reached import Closures
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -120,7 +120,7 @@ def _observed(
 
     How is a text if the rounds differ, no tensor grows, or a round changes Python values.
     """
-    states, watch = [operands], Reached(body)
+    states, watch = [operands], Closures(body)
     for number in numbers:
         states.append(body(number, *states[-1]))
     flat = [pytree.flatten(tuple(s), leaf=branch_leaf, shared=False) for s in states]
@@ -237,7 +237,7 @@ class _Growing:
     def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, None]:
         values, counts, code = carried
         self._enter(counts, code)
-        explorer, watch = self.trace.explorer, Reached(self.body)
+        explorer, watch = self.trace.explorer, Closures(self.body)
         assert explorer is not None
         with self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
@@ -283,7 +283,7 @@ class _Growing:
     def _next(self, one: _Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
 
-    def _refuse_effects(self, effects: Effects, watch: Reached, spec: Any) -> None:
+    def _refuse_effects(self, effects: Effects, watch: Closures, spec: Any) -> None:
         """Refuse a round that does more than return new values of the variables."""
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
         changed = watch.changed() or spec.key != self.spec.key

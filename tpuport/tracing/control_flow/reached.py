@@ -8,7 +8,7 @@ from tpuport.foundation.pytree.children import content
 from tpuport.foundation.pytree.snapshot import Snapshot
 
 
-class Reached:
+class Closures:
     """What the closures of functions reach, as it was when this was made.
 
     Args:

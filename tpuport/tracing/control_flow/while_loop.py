@@ -22,7 +22,7 @@ from tpuport.tracing.control_flow.merge import (
     number_kind,
     shared_write,
 )
-from tpuport.tracing.control_flow.reached import Reached
+from tpuport.tracing.control_flow.reached import Closures
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
@@ -186,7 +186,7 @@ class _Loop:
     def _holds(self, carried: _Carried) -> jax.Array:
         values, memory, counts, code, _ = carried
         self._enter(counts, code)
-        reached = Reached(self.test)
+        reached = Closures(self.test)
         with self.memory.holding(memory), self.trace.recording() as effects:
             value = truth(self._call(self.test, values))
             writes = self._written(effects) or self.memory.wrote(self.inside)
@@ -211,7 +211,7 @@ class _Loop:
         values, memory, counts, code, ran = carried
         self._enter(counts, code)
         self._check_condition(values, memory)
-        reached = Reached(self.body)
+        reached = Closures(self.body)
         with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)

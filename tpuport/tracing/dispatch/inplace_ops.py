@@ -13,6 +13,7 @@ from tpuport.tracing.core.redispatch import call
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of
 from tpuport.tracing.core.values import flat, flow_of, held_of, map_tensors, write
 from tpuport.tracing.dispatch import meta_infer
+from tpuport.tracing.dispatch.dtype_checks import NAMES
 from tpuport.tracing.dispatch.int64_ops import is_pointwise
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
@@ -42,8 +43,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         args[0]._bounds = (INT32[0], INT32[1] - 1)
     result = call(info.functional, args, kwargs)
     results = result if isinstance(result, (list, tuple)) else [result]
-    if is_out:
-        _refuse_casts(func, args, given, zip(targets, results, strict=False))
+    _refuse_casts(func, args, given, zip(targets, results, strict=False))
     for target, new in zip(targets, results, strict=False):
         if isinstance(target, (list, tuple)):
             for one, value in zip(target, new, strict=True):
@@ -75,13 +75,27 @@ def _refuse_targets(
 def _refuse_casts(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[tuple[Any, Any]]
 ) -> None:
-    """Let torch refuse a result that has another dtype than its `out=` and cannot be cast to it."""
+    """Refuse a result that cannot be cast to the dtype of what it is written to, as eager does."""
     pairs = [pair for pair in written if all(isinstance(one, torch.Tensor) for one in pair)]
-    if any(target.dtype != new.dtype for target, new in pairs):
+    cast = [(target, new) for target, new in pairs if target.dtype != new.dtype]
+    if not cast or not (is_pointwise(func) or func._schema.arguments[-1].is_out):
+        return
+    for target, new in cast if is_pointwise(func) else ():
+        if not torch.can_cast(new.dtype, target.dtype):
+            have, want = (NAMES.get(one.dtype, one.dtype) for one in (new, target))
+            raise RuntimeError(
+                f"result type {have} can't be cast to the desired output type {want}"
+            )
+    if not is_pointwise(func):
         meta_infer.from_torch(
             func,
             tuple(map_tensors(meta_of, one) for one in args),
             {name: map_tensors(meta_of, one) for name, one in kwargs.items()},
+        )
+        raise port_error(
+            f"{func._opname} with an out= tensor of another dtype, in which eager may compute",
+            code="TPU201",
+            remedy="give the out= tensor the result's dtype, or assign the result",
         )
 
 
