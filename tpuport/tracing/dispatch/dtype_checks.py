@@ -1,8 +1,8 @@
 """Errors that eager raises for the dtypes of operands.
 
 PyTorch's kernels for the CPU make these checks. Its meta functions, which check everything else, do
-not. int32 passes all of those of indices and targets: it may be an array of JAX, which has no int64 by default, and in a
-branch the error would decide the branch.
+not. int32 passes all of those of indices and targets: it may be an array of JAX, which has no int64
+by default, and in a branch the error would decide the branch.
 """
 
 from collections.abc import Callable
