@@ -121,6 +121,16 @@ def of_a_variable(self: Counts, x: torch.Tensor) -> Any:
     return y, count
 
 
+def of_an_iterator(self: Counts, x: torch.Tensor) -> Any:
+    numbers = iter([1.0, 2.0, 3.0])
+
+    def following() -> float:
+        return next(numbers)
+
+    y = x * following() if x.sum() > 0 else x
+    return y, x * following()
+
+
 def of_a_write(self: Counts, x: torch.Tensor) -> Any:
     y = x * 1
     if x.sum() > 0 and scale(x).max() > 0:
@@ -172,7 +182,15 @@ CASES = {
     one.__name__: one
     for one in (
         *(in_expression, in_statement, in_test, in_negated_test, in_alternative, in_assertion),
-        *(of_a_result, of_a_list, of_a_list_in_a_test, of_a_variable, of_a_write, of_a_helper),
+        *(
+            of_a_result,
+            of_a_list,
+            of_a_list_in_a_test,
+            of_a_variable,
+            of_an_iterator,
+            of_a_write,
+            of_a_helper,
+        ),
         *(of_an_error, of_an_error_in_a_test, of_a_check),
     )
 }

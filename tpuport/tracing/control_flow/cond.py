@@ -28,7 +28,7 @@ from tpuport.tracing.control_flow.merge import (
     merge,
     shared_write,
 )
-from tpuport.tracing.control_flow.reached import Closures, reached_by
+from tpuport.tracing.control_flow.reached import Closures, holds_iterator, reached_by
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import Trace, current
@@ -62,7 +62,8 @@ def traced_cond(
         return then(*operands) if bool(value) else orelse(*operands)
     site, explorer = user_line(), trace.explorer
     # Under a transformation of torch, merged results would have no tangents.
-    if explorer is not None and (transformed or site in explorer.plan.apart):
+    is_apart = explorer is not None and (transformed or site in explorer.plan.apart)
+    if explorer is not None and (is_apart or holds_iterator(then, orelse)):
         return then(*operands) if explorer.explore(value) else orelse(*operands)
     # A side may change what it reaches in place (a list, an attribute), and both sides are run.
     roots = [operands, *reached_by(then, orelse)]
@@ -113,6 +114,8 @@ def computed(function: Callable[[], Any]) -> Any:
     trace = current()
     if trace is None:
         return function()
+    if holds_iterator(function):
+        return Unasked.FOUND
     reached, draws, checks = Closures(function), trace.draws, len(trace.recorder.checks)
     with trace.recording(repeats=True) as effects:
         try:

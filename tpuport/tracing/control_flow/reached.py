@@ -1,7 +1,7 @@
 """What a function may change besides its arguments: all that its closure reaches."""
 
 from collections.abc import Callable, Iterator
-from types import FunctionType, MethodType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from tpuport.foundation.pytree.children import content
@@ -42,3 +42,9 @@ def reached_by(*functions: Callable[..., Any]) -> list[Any]:
                 found[id(cell)] = cell
                 pending += content(cell)
     return list(found.values())
+
+
+def holds_iterator(*functions: Callable[..., Any]) -> bool:
+    """Return whether a variable of a closure is an iterator, which cannot be set back."""
+    cells = [one for one in reached_by(*functions) if isinstance(one, CellType)]
+    return any(isinstance(one, Iterator) for cell in cells for one in content(cell))
