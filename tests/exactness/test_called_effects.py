@@ -257,6 +257,8 @@ def loop_of_a_buffer(self: Counts, x: torch.Tensor) -> Any:
     "case", [loop_of_a_condition, loop_of_a_body, loop_of_a_variable, loop_of_a_buffer]
 )
 def test_effects_of_what_a_while_loop_calls_are_refused(case: Callable[..., Any]):
-    with pytest.raises(PortError, match="a while loop on a traced value writes to") as info:
+    with pytest.raises(
+        PortError, match=r"a while loop on a traced value (writes to t|changes P)"
+    ) as info:
         tpuport.convert(Counts(case), verify=False)(torch.ones(2, 2))
     assert info.value.file == __file__
