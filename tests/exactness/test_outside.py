@@ -331,6 +331,8 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "mode of a part": lambda m: m.norm.train(),
     "method of the object": lambda m: setattr(m, "forward", lambda x: x * 7),
     "write": _tripled,
+    "data": lambda m: m.enter.weight.data.mul_(3),
+    "numpy": lambda m: m.enter.weight.detach().numpy().fill(2),
     "load_state_dict": lambda m: m.load_state_dict(
         {name: torch.ones_like(value) for name, value in m.state_dict().items()}
     ),
@@ -359,6 +361,44 @@ def test_writes_to_the_users_own_model_are_no_edits_of_the_port():
     _tripled(model)
     model.scale = 9.0
     assert torch.equal(ported(X).torch(), before)
+
+
+class Flat(nn.Module):
+    """Weights that are views of one buffer, as where optimizers keep all weights in one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("flat", torch.linspace(-1, 1, size * size + size))
+        self.weight = nn.Parameter(self.flat[: size * size].view(size, size))
+        self.bias = nn.Parameter(self.flat[size * size :])
+        self.norm = nn.BatchNorm1d(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(nn.functional.linear(x, self.weight, self.bias))
+
+
+@pytest.mark.parametrize("size", [3, 200])  # memory is copied at once, or when it is written
+def test_the_ported_module_has_the_weights_of_now_and_memory_of_its_own(size: int):
+    model = Flat(size)
+    kept, eager = Flat(size), Flat(size)  # a deep copy of a parameter is no view
+    ported = tpuport.convert(model)
+    x = torch.linspace(-2, 3, 4 * size).view(4, size)
+    edits = [
+        lambda m: m.flat.data.mul_(0.5),
+        lambda m: m.weight.data[1].fill_(2),
+        lambda m: m.bias.detach().add_(1),
+        lambda m: m.load_state_dict({**m.state_dict(), "bias": torch.zeros(size)}),
+    ]
+    for edit in edits:
+        torch.testing.assert_close(ported(x).torch(), eager(x), rtol=1e-4, atol=1e-4)
+        shown = ported.module.state_dict()
+        for name, value in eager.state_dict().items():
+            torch.testing.assert_close(shown[name], value, msg=name)
+        edit(eager)
+        edit(ported.module)
+    torch.testing.assert_close(ported(x).torch(), eager(x), rtol=1e-4, atol=1e-4)
+    for name, value in kept.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
 
 
 def test_a_weight_that_has_another_value_by_now_cannot_be_written_in_the_module():

@@ -2,6 +2,7 @@
 
 import builtins
 import copy
+import numbers
 from typing import Any
 
 import torch
@@ -30,6 +31,11 @@ class Kinds(nn.Module):
             type(x) is type(copy.deepcopy(x)),
         ]
         asked += [isinstance(made, nn.Parameter), isinstance(x, torch.Tensor), {type(x): 1} == {}]
+        whole = int(number)
+        asked += [isinstance(number, float), isinstance(number, int), isinstance(whole, int)]
+        asked += [isinstance(whole, (str, float)), isinstance(whole, int | float)]
+        asked += [isinstance(x[x > 1].shape[0], int), isinstance(x.max() > 0, bool)]
+        asked += [isinstance(bool(x.max() > 0), bool), isinstance(whole, numbers.Integral)]
         # What `type` is otherwise.
         asked += [isinstance(Kinds, type), type(Kinds) is type, type(type) is type]
         asked += [issubclass(type, type), type("Made", (Kinds,), {}).__name__ == "Made"]
@@ -46,4 +52,5 @@ def test_types_are_those_of_eager():
         assert have == want
         assert type(made) is not torch.nn.Parameter
     assert type is builtins.type
-    assert "type" not in globals()
+    assert isinstance is builtins.isinstance
+    assert not {"type", "isinstance"} & globals().keys()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +174,7 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     for name in ("traced_cond", "traced_while", "traced_for", "traced_check", "traced_number"):
         setattr(module, name, stand_in(name))
+    vars(module).update(Unasked=SimpleNamespace(FOUND="found"), computed=lambda second: second())
     for name in ("cond", "while_loop", "for_rows"):
         monkeypatch.setitem(sys.modules, f"tpuport.tracing.control_flow.{name}", module)
     return calls
@@ -250,6 +251,17 @@ def test_a_traced_first_is_combined_with_the_second(handed: list[tuple[Any, ...]
     assert ops.either(first, lambda: 0) is first
     assert (ops.both(first, Traced), ops.either(first, Traced)) == ("and", "or")
     assert {name for name, *_ in handed} == {"traced_number"}
+
+
+def test_a_second_with_effects_is_called_on_one_side(handed: list[tuple[Any, ...]]):
+    first = Traced()
+    for operator in (ops.both, ops.either, ops.first_falsy, ops.first_truthy):
+        operator(first, lambda: "found")
+    assert [name for name, *_ in handed] == ["traced_cond"] * 4
+    assert [(then(), orelse()) for *_, then, orelse, _ in handed[2:]] == [
+        ("found", first),
+        (first, "found"),
+    ]
 
 
 def test_a_traced_first_whose_value_counts_selects(handed: list[tuple[Any, ...]]):

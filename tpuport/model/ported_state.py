@@ -16,7 +16,7 @@ from tpuport.foundation.patching.shim import find_shims
 from tpuport.foundation.pytree.clone import clone_module, parameter_like
 from tpuport.model import weights
 from tpuport.model.attribute_place import attribute_place
-from tpuport.model.module_edits import ModuleEdits, alias
+from tpuport.model.module_edits import Copies, ModuleEdits
 from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
 from tpuport.model.shared_results import StateMemory, leave
@@ -52,6 +52,8 @@ class PortedState:
         self._options = options
         self.params: dict[str, jax.Array] = {}
         self.buffers: dict[str, jax.Array] = {}
+        # The values that the module has.
+        self._loaded: dict[str, weakref.ref[jax.Array]] = {}
         master = None
         if is_module:
             master, _ = clone_module(target, lambda t: t)
@@ -110,24 +112,31 @@ class PortedState:
                 target[name] = stand_in
             else:
                 target[name] = shared_memory.to_jax(leaf)
+                self._loaded[name] = weakref.ref(target[name])
 
     @property
     def module(self) -> torch.nn.Module:
         """Return the ported copy of the module.
 
-        It has the structure and Python state; the weights live in `params`. What is changed in it
-        (attributes, submodules, hooks, modes) counts at the next call, which from now on takes
-        longer by looking for such changes.
+        It has the structure, the Python state and the weights and buffers of now; those of later
+        calls are in `params` and `buffers`, and here when it is asked for again. What is changed in
+        it (attributes, submodules, hooks, modes, weights) counts at the next call, which from now
+        on takes longer by looking for such changes.
 
         Raises:
             UsageError: A function was ported, not a module.
         """
         if self._edits is None:
-            self._replace_module(clone_module(self._module, alias)[0])
+            self._replace_module(clone_module(self._module, Copies())[0])
+            self._watch({name: array() for name, array in self._loaded.items()})
         else:
             self._edits.take(self)
-        self._edits = ModuleEdits(self)
+            self._watch(self._edits.values)
         return self._module
+
+    def _watch(self, shown: Mapping[str, Any]) -> None:
+        """Look for edits of the module from here on, which has the values `shown`."""
+        self._edits = ModuleEdits(self, shown)
 
     @property
     def _module(self) -> torch.nn.Module:
@@ -186,7 +195,7 @@ class PortedState:
         self._module.train(mode)
         self._new_version()
         if self._edits is not None:
-            self._edits = ModuleEdits(self)
+            self._watch(self._edits.values)
         return self
 
     def eval(self) -> Self:
@@ -391,7 +400,7 @@ class PortedState:
         for name in changes.gone:
             self.buffers.pop(name, None)
         if self._edits is not None and self._edits.module is self._module:
-            self._edits = ModuleEdits(self)
+            self._watch(self._edits.values)
 
     def _take_edits(self) -> None:
         """Take over what a script changed in `module`.

@@ -196,11 +196,13 @@ def passes(test: Any, make_message: Callable[[], Any] | None = None) -> bool:
 def both(first: Any, second: Callable[[], Any]) -> Any:
     """Return `first and second()` where only the truth of the result counts, as in a test.
 
-    With a traced `first`, `second` is always computed and the two truth values are combined.
+    With a traced `first`, the two truth values are combined if `second` only computes.
     """
     if not is_traced(first):
         return first and second()
-    other = second()
+    other = _computed(first, second)
+    if other is _EFFECTS:
+        return cond(first, lambda: to_bool(second()), lambda: False)
     if not is_traced(other):
         return first if other else False
     if _are_truths(first, other):
@@ -211,11 +213,13 @@ def both(first: Any, second: Callable[[], Any]) -> Any:
 def either(first: Any, second: Callable[[], Any]) -> Any:
     """Return `first or second()` where only the truth of the result counts, as in a test.
 
-    With a traced `first`, `second` is always computed and the two truth values are combined.
+    With a traced `first`, the two truth values are combined if `second` only computes.
     """
     if not is_traced(first):
         return first or second()
-    other = second()
+    other = _computed(first, second)
+    if other is _EFFECTS:
+        return cond(first, lambda: True, lambda: to_bool(second()))
     if not is_traced(other):
         return True if other else first
     if _are_truths(first, other):
@@ -226,11 +230,13 @@ def either(first: Any, second: Callable[[], Any]) -> Any:
 def first_falsy(first: Any, second: Callable[[], Any]) -> Any:
     """Return `first and second()` where the result itself is used.
 
-    With a traced `first`, `second` is always computed and one of the two is selected.
+    With a traced `first`, one of the two is selected.
     """
     if not is_traced(first):
         return first and second()
-    other = second()
+    other = _computed(first, second)
+    if other is _EFFECTS:
+        return cond(first, second, lambda: first)
     if _are_truths(first, other):
         return first & other
     return cond(first, lambda: other, lambda: first)
@@ -239,14 +245,29 @@ def first_falsy(first: Any, second: Callable[[], Any]) -> Any:
 def first_truthy(first: Any, second: Callable[[], Any]) -> Any:
     """Return `first or second()` where the result itself is used.
 
-    With a traced `first`, `second` is always computed and one of the two is selected.
+    With a traced `first`, one of the two is selected.
     """
     if not is_traced(first):
         return first or second()
-    other = second()
+    other = _computed(first, second)
+    if other is _EFFECTS:
+        return cond(first, lambda: first, second)
     if _are_truths(first, other):
         return first | other
     return cond(first, lambda: first, lambda: other)
+
+
+_EFFECTS = object()
+
+
+def _computed(first: Any, second: Callable[[], Any]) -> Any:
+    """Return `second()`, or `_EFFECTS` where a program has to call it on one side only."""
+    if is_plain(first):
+        return second()
+    from tpuport.tracing.control_flow.cond import Unasked, computed
+
+    value = computed(second)
+    return _EFFECTS if value is Unasked.FOUND else value
 
 
 def _are_truths(*values: Any) -> bool:

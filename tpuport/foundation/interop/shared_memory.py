@@ -65,7 +65,7 @@ def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor that shares its memory until either is written, if it can."""
-    if not _is_private(tensor):
+    if not is_private(tensor):
         return tensor.detach().clone()
     with torch.no_grad():
         try:
@@ -74,7 +74,7 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.detach().clone()
 
 
-def _is_private(tensor: torch.Tensor) -> bool:
+def is_private(tensor: torch.Tensor) -> bool:
     """Return whether no array, exported memory or other tensor refers to a tensor's memory."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return False

@@ -25,7 +25,7 @@ OPAQUE = frozenset(
 
 # Containers without attributes.
 _SEQUENCES: tuple[type[Any], ...] = (list, tuple, set, frozenset)
-_BARE = frozenset({list, tuple, dict, set, frozenset, deque, defaultdict})
+_BARE = frozenset({list, tuple, dict, set, frozenset, deque, defaultdict, types.CellType})
 
 
 class Children(NamedTuple):
@@ -87,7 +87,17 @@ def children(value: Any) -> Children:
             return Children(type(value), None, list(base.__iter__(value)), held)
     if isinstance(value, deque):
         return Children(type(value), None, list(deque.__iter__(value)), held, value.maxlen)
+    if isinstance(value, types.CellType):
+        return Children(types.CellType, None, content(value), {})
     return Children(type(value), None, [], held)
+
+
+def content(cell: types.CellType) -> list[Any]:
+    """Return what a closure's variable holds, as a list that is empty if it is not bound."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def refill(value: Any, content: Children) -> None:
@@ -109,6 +119,11 @@ def refill(value: Any, content: Children) -> None:
     elif isinstance(value, deque):
         deque.clear(value)
         deque.extend(value, content.parts)
+    elif isinstance(value, types.CellType):
+        if content.parts:
+            value.cell_contents = content.parts[0]
+        else:
+            del value.cell_contents
     if type(value) not in _BARE:
         _set_attributes(value, content.held)
 

@@ -7,6 +7,7 @@ program, and raises at the caller when the condition holds.
 """
 
 import builtins
+import enum
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +28,7 @@ from tpuport.tracing.control_flow.merge import (
     merge,
     shared_write,
 )
+from tpuport.tracing.control_flow.reached import Closures, holds_iterator, reached_by
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import Trace, current
@@ -60,10 +62,12 @@ def traced_cond(
         return then(*operands) if bool(value) else orelse(*operands)
     site, explorer = user_line(), trace.explorer
     # Under a transformation of torch, merged results would have no tangents.
-    if explorer is not None and (transformed or site in explorer.plan.apart):
+    is_apart = explorer is not None and (transformed or site in explorer.plan.apart)
+    if explorer is not None and (is_apart or holds_iterator(then, orelse)):
         return then(*operands) if explorer.explore(value) else orelse(*operands)
-    # A side may change a list or dict among its operands in place, and both sides are run.
-    snapshot = Snapshot([operands])
+    # A side may change what it reaches in place (a list, an attribute), and both sides are run.
+    roots = [operands, *reached_by(then, orelse)]
+    snapshot = Snapshot(roots)
 
     def side(function: Callable[..., Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -71,7 +75,7 @@ def traced_cond(
 
         if explorer is None:
             return run
-        return functools.partial(explorer.run_inside, "branch", run, [operands])
+        return functools.partial(explorer.run_inside, "branch", run, roots)
 
     merged = merge(
         *(trace, value, side(then), side(orelse)),
@@ -93,6 +97,43 @@ def traced_cond(
     if trace.explorer is not None:
         trace.explorer.branches[site] = "lax.cond"
     return merged
+
+
+class Unasked(enum.Enum):
+    """Stands for the value of a function that may not be called unasked."""
+
+    FOUND = enum.auto()
+
+
+def computed(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or `Unasked.FOUND` if it may not be called unasked.
+
+    It may not if it raises, makes a check, writes to tensors, draws random numbers or changes
+    Python values. Then all of it is as before.
+    """
+    trace = current()
+    if trace is None:
+        return function()
+    if holds_iterator(function):
+        return Unasked.FOUND
+    reached, draws, checks = Closures(function), trace.draws, len(trace.recorder.checks)
+    with trace.recording(repeats=True) as effects:
+        try:
+            value = function()
+        except PortError:
+            raise
+        except Exception:
+            value = Unasked.FOUND
+        wrote = bool(effects.before or effects.rebound or effects.wrote_on_host)
+        acted = wrote or len(trace.recorder.checks) > checks or reached.changed()
+        drew = any(a is not b for a, b in zip(trace.draws, draws, strict=True))
+        if value is not Unasked.FOUND and not acted and not drew:
+            return value
+        effects.undo()
+    reached.snapshot.restore()
+    trace.draws = draws
+    del trace.recorder.checks[checks:]
+    return Unasked.FOUND
 
 
 def _primal(test: Any) -> jax.Array:

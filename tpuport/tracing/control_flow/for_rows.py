@@ -18,6 +18,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, Unlike, merge, shared_write
+from tpuport.tracing.control_flow.reached import reached_by
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -48,7 +49,7 @@ def traced_for(
         for row in tensor:
             operands = body(row, *operands)
         return operands
-    reached = [written, *_reached(body)]
+    reached = [written, *reached_by(body)]
     for row, is_present in _rounds(tensor):
         run = functools.partial(body, row.tolist()) if is_list else _keeping(row, body)
         operands = _round(trace, is_present, run, [list(operands), *reached], operands, site)
@@ -141,14 +142,3 @@ def _unlike(merged: Unlike, site: str) -> PortError:
             " (out[idx] += ..., out.index_add_(...)), not into a list or a tensor that grows"
         ),
     )
-
-
-def _reached(body: Callable[..., Any]) -> list[Any]:
-    """Return what a function may change besides its arguments: the values of its closure."""
-    found = []
-    for cell in getattr(body, "__closure__", None) or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # a name that is not bound yet
-            continue
-    return found

@@ -8,9 +8,8 @@ Python, round by round.
 """
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import CellType, FunctionType
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
-from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
+from tpuport.tracing.control_flow.reached import Closures
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -121,7 +120,7 @@ def _observed(
 
     How is a text if the rounds differ, no tensor grows, or a round changes Python values.
     """
-    states, watch = [operands], _Reached(body)
+    states, watch = [operands], Closures(body)
     for number in numbers:
         states.append(body(number, *states[-1]))
     flat = [pytree.flatten(tuple(s), leaf=branch_leaf, shared=False) for s in states]
@@ -165,48 +164,6 @@ def _growth(seen: list[torch.Tensor]) -> _Plain | None:
     if len(dims) > 1 or len(steps) > 1 or min(steps) < 1:
         return None
     return _Plain(sizes[0], steps.pop(), dims[0], seen[0].dtype, flow)
-
-
-class _Reached:
-    """What a round may change besides its variables: all that its function reaches."""
-
-    def __init__(self, body: Callable[..., Any]) -> None:
-        self.cells = _cells(body)
-        self.held = [cell.cell_contents for cell in self.cells]
-        self.snapshot = Snapshot(self.held)
-
-    @property
-    def has_iterator(self) -> bool:
-        """Return whether it reaches an iterator, whose position nothing shows."""
-        return any(isinstance(value, Iterator) for value, _ in self.snapshot.saved)
-
-    def changed(self) -> bool:
-        """Return whether a Python value has changed since this was made."""
-        pairs = zip(self.cells, self.held, strict=True)
-        is_same = all(_is_bound(cell) and cell.cell_contents is held for cell, held in pairs)
-        return not is_same or any(change is not None for change in self.snapshot.changes())
-
-
-def _cells(function: Any) -> list[CellType]:
-    """Return the variables of a function's closure, and of the functions in them."""
-    found: dict[int, CellType] = {}
-    pending = [function]
-    while pending:
-        one = pending.pop()
-        one = getattr(one, "__func__", one)
-        for cell in one.__closure__ or () if isinstance(one, FunctionType) else ():
-            if id(cell) not in found and _is_bound(cell):
-                found[id(cell)] = cell
-                pending.append(cell.cell_contents)
-    return list(found.values())
-
-
-def _is_bound(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - it raises
-    except ValueError:
-        return False
-    return True
 
 
 class _Growing:
@@ -280,7 +237,7 @@ class _Growing:
     def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, None]:
         values, counts, code = carried
         self._enter(counts, code)
-        explorer, watch = self.trace.explorer, _Reached(self.body)
+        explorer, watch = self.trace.explorer, Closures(self.body)
         assert explorer is not None
         with self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
@@ -326,7 +283,7 @@ class _Growing:
     def _next(self, one: _Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
 
-    def _refuse_effects(self, effects: Effects, watch: _Reached, spec: Any) -> None:
+    def _refuse_effects(self, effects: Effects, watch: Closures, spec: Any) -> None:
         """Refuse a round that does more than return new values of the variables."""
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
         changed = watch.changed() or spec.key != self.spec.key

@@ -22,6 +22,7 @@ from tpuport.tracing.control_flow.merge import (
     number_kind,
     shared_write,
 )
+from tpuport.tracing.control_flow.reached import Closures
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
@@ -185,11 +186,14 @@ class _Loop:
     def _holds(self, carried: _Carried) -> jax.Array:
         values, memory, counts, code, _ = carried
         self._enter(counts, code)
+        reached = Closures(self.test)
         with self.memory.holding(memory), self.trace.recording() as effects:
             value = truth(self._call(self.test, values))
             writes = self._written(effects) or self.memory.wrote(self.inside)
-        if self._drew(counts) or writes:
-            does = "writes to tensors" if writes else "draws random numbers"
+        changes = reached.changed()
+        if self._drew(counts) or writes or changes:
+            does = "changes Python values" if changes else "draws random numbers"
+            does = "writes to tensors" if writes else does
             raise port_error(
                 f"the condition of a while loop on a traced value {does}",
                 code="TPU104",
@@ -207,6 +211,7 @@ class _Loop:
         values, memory, counts, code, ran = carried
         self._enter(counts, code)
         self._check_condition(values, memory)
+        reached = Closures(self.body)
         with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)
@@ -217,13 +222,14 @@ class _Loop:
                 effects.undo()
                 raise _Raises(error) from None
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
-            if self.memory.note(self._written(effects), self.inside, found):
+            changed = spec.key != self.spec.key or reached.changed()
+            if not changed and self.memory.note(self._written(effects), self.inside, found):
                 effects.undo()
                 raise _Again
             memory = self.memory.after(self.inside, memory, ran)
         self._note_same(found)
         self.drawn = self._drew(counts)
-        self._refuse_uncarried(effects, found, spec)
+        self._refuse_uncarried(effects, found, changed=changed)
         self.flows = [max(a, flow_of([b])) for a, b in zip(self.flows, found, strict=True)]
         after = [
             before if index in self.memory.given else self._same_dtype(leaf, meta, before)
@@ -272,11 +278,11 @@ class _Loop:
         with int64.scope():
             return value.astype(before.dtype)
 
-    def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: pytree.TreeSpec) -> None:
+    def _refuse_uncarried(self, effects: Effects, found: list[Any], *, changed: bool) -> None:
         """Refuse a body that does more than return new values of the variables."""
         if any(extents_of(leaf) for leaf in found):
             raise unsized("a value that a while loop carries")
-        if effects.rebound or effects.wrote_on_host or spec.key != self.spec.key:
+        if effects.rebound or effects.wrote_on_host or changed:
             raise port_error(
                 "a while loop on a traced value changes Python values, or the `.data` of tensors,"
                 " that it does not carry",

@@ -6,6 +6,7 @@ reads `.dtype`, `.stride()` or `is_contiguous()` takes the same path. All views 
 `Storage` with its value, so an in-place write through one is seen by the others, as in PyTorch.
 """
 
+import copy
 import enum
 import itertools
 import math
@@ -22,7 +23,8 @@ from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.concretize import decide, identity_is_asked, refuse_rows
-from tpuport.tracing.core.errors import error_here, port_error
+from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
@@ -439,7 +441,7 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
         """Return None where eager does; otherwise a node that says that there is no graph here."""
-        return None if self.is_leaf else _Graph(self)
+        return None if self.is_leaf else GraphNode(self)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -520,7 +522,33 @@ class TracedTensor(backend.TorchaxTensor):
         return self if self._storage.trace is not None else to_cpu(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = self.clone()
+        """Return a leaf on a copy of the memory, as eager does.
+
+        Copies of tensors that share memory share theirs, and no gradient goes back to what was
+        copied.
+
+        Raises:
+            RuntimeError: as in eager, the tensor was computed from one with a gradient.
+        """
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy"
+                " protocol at the moment."
+            )
+        if self._extents is not None:
+            copied = self.detach().clone()
+        else:
+            stored = memo.get(id(self._storage))
+            if stored is None:
+                stored = Storage(jax.lax.stop_gradient(self._storage.held), self._storage.trace)
+                stored.stride = self._storage.stride
+                memo[id(self._storage)] = stored
+            copied = TracedTensor(stored, self._chain, meta_of(self)).detach()
+        if self.requires_grad:
+            copied.requires_grad_()
+        for name in ("_is_param", *(n for n in vars(self) if not n.startswith("_"))):
+            if name in vars(self):
+                setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
         memo[id(self)] = copied
         return copied
 
@@ -553,37 +581,6 @@ class TracedTensor(backend.TorchaxTensor):
     def torch(self) -> torch.Tensor:
         """Return a plain CPU torch tensor with the same value and dtype."""
         return to_cpu(self)
-
-
-class _Graph:
-    """The `grad_fn` of a computed tensor in a trace, where torch's autograd records no graph."""
-
-    def __init__(self, tensor: TracedTensor) -> None:
-        self._tensor = tensor
-
-    def register_hook(self, hook: Any) -> Any:
-        """Refuse the backward pass: a hook of a node sees gradients that jax does not have."""
-
-        def refuse(_: torch.Tensor) -> torch.Tensor:
-            raise refusal
-
-        del hook
-        refusal = error_here(
-            "a hook of torch's autograd graph (grad_fn.register_hook, or a module's"
-            " register_backward_hook) sees gradients that jax does not keep",
-            code="TPU403",
-            remedy="use register_full_backward_hook, or take gradients without the hook",
-        )
-        return self._tensor.register_hook(refuse)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise port_error(
-            f"torch's autograd graph (grad_fn.{name}) inside a ported function",
-            code="TPU403",
-            remedy="take gradients outside, with jax.grad of ported.apply",
-        )
 
 
 def flow_seen(requires_grad: bool) -> Flow:

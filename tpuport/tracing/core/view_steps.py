@@ -18,6 +18,7 @@ from jax import lax
 
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core import int64
+from tpuport.tracing.core.errors import port_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,8 +301,11 @@ def _neg_view(base: torch.Tensor, out: torch.Tensor) -> ViewStep:
 def _view_dtype(base: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> ViewStep:
     before, after = backend.jax_dtype(base.dtype), backend.jax_dtype(dtype)
     if base.dtype.itemsize != before.itemsize or dtype.itemsize != after.itemsize:
-        msg = f"view of {base.dtype} as {dtype}: a 64-bit type is held in 32 bits here"
-        raise NotImplementedError(msg)
+        raise port_error(
+            f"a view of {base.dtype} as {dtype}, where a type of 64 bits is held in 32",
+            code="TPU201",
+            remedy="use a type of 32 bits, or take the bits apart by `//`, `%` and `>>`",
+        )
     return ViewStep(lambda v: v.view(after), lambda _, new: new.view(before))
 
 
@@ -321,6 +325,8 @@ def _gather_step(flat: np.ndarray) -> ViewStep:
     flat = flat.astype(np.int32)
 
     def forward(v: jax.Array) -> jax.Array:
+        if not flat.size:  # jnp.take would give one dim
+            return jnp.zeros(flat.shape, v.dtype)
         # All indices are in range: "clip" only saves the masking of jnp.take's default mode.
         return jnp.take(v.reshape(-1), flat, mode="clip")
 

@@ -18,7 +18,7 @@ from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dispatch.compute import dispatch_value
-from tpuport.tracing.dispatch.dtype_checks import DTYPES, check_dtypes
+from tpuport.tracing.dispatch.dtype_checks import CHECKED, check_dtypes
 from tpuport.tracing.dispatch.foreach import register_foreach
 from tpuport.tracing.dispatch.inplace_ops import dispatch_write
 from tpuport.tracing.dispatch.value_checks import RULES, check_values
@@ -42,7 +42,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         PortError: no lowering, or a form of the op that cannot be kept exact.
     """
     trace = current()
-    if trace is not None and not trace.checked and func._opname in DTYPES:
+    if trace is not None and not trace.checked and func._opname in CHECKED:
         check_dtypes(func, args, kwargs)
     if trace is None or trace.checked or func._opname not in RULES:
         result = _run(trace, func, args, kwargs)

@@ -1,8 +1,8 @@
-"""Errors that eager raises for the dtype of an index or a target.
+"""Errors that eager raises for the dtypes of operands.
 
 PyTorch's kernels for the CPU make these checks. Its meta functions, which check everything else, do
-not. int32 passes all of them: it may be an array of JAX, which has no int64 by default, and in a
-branch the error would decide the branch.
+not. int32 passes all of those of indices and targets: it may be an array of JAX, which has no int64
+by default, and in a branch the error would decide the branch.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import torch
 _WHOLE = (torch.int32, torch.int64)
 _CLASSES = (*_WHOLE, torch.uint8)
 _INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
-_NAMES = {
+NAMES = {
     **{torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int"},
     **{torch.int64: "Long", torch.bool: "Bool", torch.float16: "Half", torch.float32: "Float"},
     **{torch.float64: "Double", torch.bfloat16: "BFloat16"},
@@ -22,7 +22,7 @@ _NAMES = {
 
 def _raised(error: type[Exception], text: str) -> Callable[[str, torch.dtype], Exception]:
     def make(name: str, dtype: torch.dtype) -> Exception:
-        return error(text.format(name=name, dtype=_NAMES.get(dtype, dtype)))
+        return error(text.format(name=name, dtype=NAMES.get(dtype, dtype)))
 
     return make
 
@@ -34,6 +34,13 @@ _target = _raised(RuntimeError, "expected target dtype to be Long or Byte, but g
 _fill = _raised(IndexError, "index_fill_(): Expected dtype int64 for index.")
 _select = _raised(RuntimeError, "index_select(): Expected dtype int32 or int64 for index")
 _scalar = _raised(RuntimeError, "expected scalar type Long but found {dtype}")
+
+_no_bools = _raised(RuntimeError, "{name}(): does not support bool input")
+_topk = _raised(RuntimeError, "topk does not support bool dtypes on CPU")
+_spread = _raised(RuntimeError, "std and var only support floating point and complex dtypes")
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATING = (*_FLOATING, torch.complex64, torch.complex128)
+_NUMBERS = (*_FLOATING, *_WHOLE, torch.uint8, torch.int8, torch.int16)
 
 # By ATen op: its argument, the dtypes that this may have, and the error for others.
 DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype], Exception]]] = {
@@ -50,11 +57,44 @@ DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype
     "nll_loss_forward": ("target", _CLASSES, _target),
     "nll_loss2d_forward": ("target", _CLASSES, _target),
     "multi_margin_loss": ("target", _WHOLE, _scalar),
+    "argmax": ("self", _NUMBERS, _no_bools),
+    "argmin": ("self", _NUMBERS, _no_bools),
+    "topk": ("self", _NUMBERS, _topk),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), ("self", _FLOATING, _spread)),
 }
+# By ATen op: the places of two operands of one dtype, and the error for two dtypes.
+_ALIKE = {
+    "lerp": (0, 1, "expected dtype {a} for `end` but got dtype {b}"),
+    "linalg_cross": (0, 1, "expected scalar type {a} but found {b}"),
+    "masked_scatter": (
+        *(0, 2),
+        "masked_scatter: expected self and source to have same dtypes but got {a} and {b}",
+    ),
+    "index_put": (
+        *(0, 2),
+        "Index put requires the source and destination dtypes match, got {a} for the destination"
+        " and {b} for the source.",
+    ),
+}
+_ALIKE |= {f"{name}_": pair for name, pair in _ALIKE.items()}
+_ALIKE["_index_put_impl_"] = _ALIKE["index_put"]
+CHECKED = DTYPES.keys() | _ALIKE.keys()
+
+
+def _check_alike(func: Any, args: tuple[Any, ...]) -> None:
+    first, second, text = _ALIKE.get(func._opname, (0, 0, ""))
+    if second < len(args) and all(isinstance(args[i], torch.Tensor) for i in (first, second)):
+        dtypes = [args[i].dtype for i in (first, second)]
+        if dtypes[0] != dtypes[1]:
+            a, b = (NAMES.get(dtype, dtype) for dtype in dtypes)
+            raise RuntimeError(text.format(a=a, b=b))
 
 
 def check_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what eager raises for the dtype of an operand of an op in `DTYPES`."""
+    """Raise what eager raises for the dtypes of the operands of an op."""
+    _check_alike(func, args)
+    if func._opname not in DTYPES:
+        return
     name, allowed, error = DTYPES[func._opname]
     place = [argument.name for argument in func._schema.arguments].index(name)
     given = args[place] if place < len(args) else kwargs.get(name)

@@ -1,5 +1,6 @@
 """In-place writes: an op's functional form runs, and its result replaces the target's value."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from tpuport.tracing.core.redispatch import call
 from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of
 from tpuport.tracing.core.values import flat, flow_of, held_of, map_tensors, write
 from tpuport.tracing.dispatch import meta_infer
+from tpuport.tracing.dispatch.dtype_checks import NAMES
 from tpuport.tracing.dispatch.int64_ops import is_pointwise
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
@@ -26,6 +28,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         )
     targets: list[Any] = [args[i] if i < len(args) else kwargs.get(n) for i, n in info.writes]
     is_out = any(a.is_out for a in func._schema.arguments)
+    given = kwargs
     if is_out:
         kwargs = {k: v for k, v in kwargs.items() if k not in [n for _, n in info.writes]}
     else:
@@ -40,6 +43,7 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         args[0]._bounds = (INT32[0], INT32[1] - 1)
     result = call(info.functional, args, kwargs)
     results = result if isinstance(result, (list, tuple)) else [result]
+    _refuse_casts(func, args, given, zip(targets, results, strict=False))
     for target, new in zip(targets, results, strict=False):
         if isinstance(target, (list, tuple)):
             for one, value in zip(target, new, strict=True):
@@ -66,6 +70,33 @@ def _refuse_targets(
         )
     for target in written:
         refuse_by_autograd(target, operands)
+
+
+def _refuse_casts(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: Iterable[tuple[Any, Any]]
+) -> None:
+    """Refuse a result that cannot be cast to the dtype of what it is written to, as eager does."""
+    pairs = [pair for pair in written if all(isinstance(one, torch.Tensor) for one in pair)]
+    cast = [(target, new) for target, new in pairs if target.dtype != new.dtype]
+    if not cast or not (is_pointwise(func) or func._schema.arguments[-1].is_out):
+        return
+    for target, new in cast if is_pointwise(func) else ():
+        if not torch.can_cast(new.dtype, target.dtype):
+            have, want = (NAMES.get(one.dtype, one.dtype) for one in (new, target))
+            raise RuntimeError(
+                f"result type {have} can't be cast to the desired output type {want}"
+            )
+    if not is_pointwise(func):
+        meta_infer.from_torch(
+            func,
+            tuple(map_tensors(meta_of, one) for one in args),
+            {name: map_tensors(meta_of, one) for name, one in kwargs.items()},
+        )
+        raise port_error(
+            f"{func._opname} with an out= tensor of another dtype, in which eager may compute",
+            code="TPU201",
+            remedy="give the out= tensor the result's dtype, or assign the result",
+        )
 
 
 def refuse_by_autograd(target: TracedTensor, operands: list[Any]) -> None:

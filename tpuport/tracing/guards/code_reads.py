@@ -29,6 +29,7 @@ _SETUP = frozenset({"__init__", "__new__", "__init_subclass__", "__repr__", "ext
 _ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "__getattribute__"})
 # Code that uses these may call any method.
 _COMPUTED = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__"})
+_TYPES = frozenset({"type", "isinstance"})
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 _MOST_FUNCTIONS = 5000
@@ -50,7 +51,7 @@ class CodeReads:
         classes: the classes whose attributes are read, with the types of attributes to look at: of
             a library's classes only plain values.
         variables: the names of environment variables; None if the code may read any.
-        types: the namespaces, by id, of code that may call Python's `type`.
+        types: the namespaces, by id, of code that may call Python's `type` or `isinstance`.
     """
 
     def __init__(self, roots: Iterable[Any], methods: Iterable[str] | None = None) -> None:
@@ -147,7 +148,7 @@ class CodeReads:
         self._names |= names
         if _top(function.__module__ or "") in _FOLLOWED_NOT:
             return
-        if "type" in names:
+        if names & _TYPES:
             self.types[id(function.__globals__)] = function.__globals__
         self._reads_any = self._reads_any or bool(names & _ANY)
         if names & _ENVIRONMENT:

@@ -13,6 +13,7 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import value_of, wrap_as
@@ -212,7 +213,13 @@ def zeros_with_feature(
 
 
 @special(aten.set_.source_Tensor)
-def set_source(target: TracedTensor, source: torch.Tensor) -> torch.Tensor:
+def set_source(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if not isinstance(target, TracedTensor):
+        raise port_error(
+            "set_() gives a tensor of the host memory of the program",
+            code="TPU201",
+            remedy="assign the tensor instead",
+        )
     target.set_storage_of(source)
     return target
 

@@ -127,6 +127,14 @@ def _fmod(x: Any, y: Any) -> jax.Array:
     return lax.rem(*_promoted(x, y))
 
 
+@lowering(aten.gcd.default, reason="jax's loop does not end for the least number of a dtype")
+def _gcd(x: jax.Array, y: jax.Array) -> jax.Array:
+    kind = jnp.result_type(x, y)
+    size = jnp.iinfo(kind).bits
+    x, y = (lax.convert_element_type(jnp.abs(v.astype(kind)), f"uint{size}") for v in (x, y))
+    return jnp.gcd(x, y).astype(kind)
+
+
 @lowering(
     aten.remainder.Tensor,
     aten.remainder.Scalar,

@@ -1,4 +1,4 @@
-"""`type(x)` in user code while a trace runs: what it is in eager PyTorch."""
+"""`type(x)` and `isinstance(x, ...)` in user code while a trace runs: what they are in eager."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -21,6 +21,13 @@ def seen_type(value: Any) -> Any:
         return _KINDS[type(value)]
     found = type(value)
     return SeenType if found in (type, _SeenMeta) else found
+
+
+def seen_isinstance(value: Any, kinds: Any, /) -> bool:
+    """Return whether a value is an instance; of a traced number what eager code sees."""
+    if isinstance(value, sym_numbers.SYMBOLIC) and isinstance(value.node, NumberNode):
+        return issubclass(_KINDS[type(value)], kinds) or isinstance(value, kinds)
+    return isinstance(value, kinds)
 
 
 class _SeenMeta(type):
@@ -52,14 +59,17 @@ class SeenType(type, metaclass=_SeenMeta):
     """Python's `type`, as the code of a trace calls it."""
 
 
+_SEEN = {"type": SeenType, "isinstance": seen_isinstance}
+
+
 @contextlib.contextmanager
 def seen_in(namespaces: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Let the code of some namespaces call `seen_type` by the name `type` in the block."""
-    shadowed = [namespace for namespace in namespaces if "type" not in namespace]
-    for namespace in shadowed:
-        namespace["type"] = SeenType
+    """Let the code of some namespaces call these functions by Python's names in the block."""
+    shadowed = [(space, name) for space in namespaces for name in _SEEN if name not in space]
+    for space, name in shadowed:
+        space[name] = _SEEN[name]
     try:
         yield
     finally:
-        for namespace in shadowed:
-            namespace.pop("type", None)
+        for space, name in shadowed:
+            space.pop(name, None)
