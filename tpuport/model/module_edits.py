@@ -34,7 +34,9 @@ class Copies:
             made = shared_memory.lazy_clone(tensor)
         else:
             storage = tensor.untyped_storage()
-            copied = self._storages.setdefault(storage._cdata, storage.clone())
+            if storage._cdata not in self._storages:
+                self._storages[storage._cdata] = storage.clone()
+            copied: Any = self._storages[storage._cdata]
             made = torch.empty(0, dtype=tensor.dtype)
             made.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
