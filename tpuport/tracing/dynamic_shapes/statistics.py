@@ -101,9 +101,19 @@ def _median(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nothing = wrap_now(size.value < 1)
         rank = torch.where(nothing, 0, rank)
         plain = torch.gather(filled(values, 0, [0]), 0, strip(rank))[0]
-        return torch.where(nothing, math.nan, plain) if source.is_floating_point() else plain
+        if not source.is_floating_point():
+            return plain
+        return torch.where(nothing, math.nan, _shared(source, plain.detach()))
     found = torch.gather(values, dim, rank), torch.gather(places, dim, rank)
     return found if given.get("keepdim") else tuple(one.squeeze(dim) for one in found)
+
+
+def _shared(source: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a value of a tensor, whose gradient all elements equal to it share."""
+    missing = torch.logical_and(source.isnan(), value.isnan())
+    alike = torch.logical_or(source == value, missing)
+    share = torch.where(alike, source, 0).sum() / alike.sum().clamp(min=1)
+    return value + (share - share.detach())
 
 
 @handles("kthvalue")
