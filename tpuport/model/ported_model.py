@@ -16,8 +16,9 @@ from tpuport.diagnosis.explain import explaining
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.sealed import apart
 from tpuport.generation import generate
-from tpuport.model import lowering, pure, report_builder
+from tpuport.model import lowering, pure, report_builder, unread_arguments
 from tpuport.model.bound_program import BoundProgram, kinds_of
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
@@ -50,6 +51,9 @@ from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
+
+# One program may be bound for each of many strings.
+_MOST_BOUND = 1024
 
 
 class PortedModel(PortedState):
@@ -127,6 +131,8 @@ class PortedModel(PortedState):
         if kinds is not None and last is not None and version == self._state_version:
             compares = self._verifier is not None and self._verifier.always
             if not compares and BoundProgram.suits(self, last):
+                if len(self._bound) >= _MOST_BOUND:
+                    self._bound.clear()
                 self._bound[kinds, version] = BoundProgram(last)
         return out
 
@@ -462,6 +468,11 @@ class PortedModel(PortedState):
         """
         signature = self._signature(method, given)
         known, outside = self._cache.fitting(signature, state)
+        if known is None and outside is None and is_call and self._tracer.fallback is None:
+            known = unread_arguments.fitting(
+                *(self._cache.values(), signature, state, given),
+                lambda sealed: self._traced(signature, state, sealed)[0],
+            )
         if known is not None:
             self._outside_changes, self._last_program = 0, known
             return known, False
@@ -495,6 +506,15 @@ class PortedModel(PortedState):
         self, signature: Signature, state: dict[str, Any], given: CallArguments
     ) -> CachedProgram:
         self._refuse_meta(state)
+        compiled, hoisted = self._traced(signature, state, given)
+        report_builder.record(self.report, compiled.outcome, hoisted.tensors(compiled.run.hoisted))
+        release(compiled.outcome)
+        compiled.form = apart(given.spec)
+        return compiled
+
+    def _traced(
+        self, signature: Signature, state: dict[str, Any], given: CallArguments
+    ) -> tuple[CachedProgram, Hoisted]:
         hoisted = Hoisted()
         held: dict[str, TraceResult] = {}
         # When compiling ahead of time, an argument may be only a shape.
@@ -541,10 +561,7 @@ class PortedModel(PortedState):
         # As `jax.tree.leaves` orders the state that was traced.
         names = sorted(state)
         writes = bool(outcome.mutated)
-        compiled = CachedProgram(run, outcome, signature, names, baked, writes)
-        report_builder.record(self.report, outcome, hoisted.tensors(run.hoisted))
-        release(outcome)
-        return compiled
+        return CachedProgram(run, outcome, signature, names, baked, writes), hoisted
 
     def _variant(self) -> Any:
         """Return a key that tells apart the functions compiled for equal arguments."""

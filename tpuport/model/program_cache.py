@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from tpuport.foundation import pytree
 from tpuport.reports.report import PortReport
@@ -23,6 +23,7 @@ from tpuport.tracing.core.constants import HOIST_BYTES, uniform
 from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.placement import NOWHERE, Placement
+from tpuport.tracing.scan_layers.jaxpr_equal import same_program, same_structure
 from tpuport.tracing.state.request import TraceResult
 
 
@@ -50,6 +51,9 @@ class CachedProgram:
         baked: state that is part of it.
         writes: whether it changes arguments.
         older: a program of the same signature for other values outside of the module.
+        form: the structure of its arguments without their strings and numbers, and these in order.
+        unread: by that order, those that its code does not look at.
+        read: those that it does, or that nobody can tell.
     """
 
     run: "JittedProgram"
@@ -59,6 +63,9 @@ class CachedProgram:
     baked: dict[str, jax.Array]
     writes: bool
     older: "CachedProgram | None" = None
+    form: tuple[Any, list[Any]] = (None, [])
+    unread: set[int] = field(default_factory=set)
+    read: set[int] = field(default_factory=set)
 
     def changed(self, state: dict[str, Any]) -> str | None:
         """Say why the program is wrong for a state or for what is outside; None if it is right."""
@@ -301,6 +308,7 @@ class JittedProgram:
 
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
         self.hoisted = place(big)
+        self._small, self._treedef = small, treedef
         self._jitted = jax.jit(run, donate_argnums=(1,) if donate_state else ())
         # Programs derived from this one, its second derivative for example.
         self.derived: dict[Any, Any] = {}
@@ -308,6 +316,20 @@ class JittedProgram:
     def __call__(self, state: Any, key: jax.Array, values: Any) -> Any:
         """Run the program, and compile it if it has not been yet."""
         return self._jitted(self.hoisted, state, key, values)
+
+    def same(self, other: "JittedProgram") -> bool:
+        """Return whether both compute the same from the same inputs."""
+        if self._small.keys() != other._small.keys():
+            return False
+        alike = same_structure(self._treedef, other._treedef)
+        return alike and same_program(self._with_elements(), other._with_elements())
+
+    def _with_elements(self) -> ClosedJaxpr:
+        """Return the program with one element of each constant whose elements are equal."""
+        big = iter(self.hoisted)
+        consts = [self._small.get(i, None) for i in range(len(self.jaxpr.constvars))]
+        held = [next(big) if c is None else c[0] if isinstance(c, tuple) else c for c in consts]
+        return ClosedJaxpr(self.jaxpr, held)
 
     def lower(self, state: Any, key: jax.Array, values: Any) -> Any:
         """Lower the program for arguments of such shapes; `values` may be shapes only."""

@@ -26,7 +26,8 @@ class CudaImport(Rule):
     Finds imports of packages such as flash_attn, xformers, triton, apex, deepspeed and bitsandbytes
     at the top of a file or class, and in a constructor or `forward`, where nothing catches the
     error or asks first. An import in any other function, or only for a flag or setting, is host
-    code: that setting does not work on a TPU machine.
+    code: that setting does not work on a TPU machine. So is one whose handler raises in turn, unless
+    the function does nothing else.
 
     ## Why is this bad?
     The packages hold kernels for NVIDIA GPUs. On a TPU machine they are not installed, so the file
@@ -58,6 +59,22 @@ class CudaImport(Rule):
                 return pad_input(x)
             """,
             jit_error="ModuleNotFoundError",
+            left="no automatic fix",
+        ),
+        Example(
+            before="""
+            import torch
+
+            try:
+                from apex.normalization import FusedRMSNorm
+            except ImportError as error:
+                raise RuntimeError("Please install apex") from error
+
+
+            def forward(x: torch.Tensor):
+                return FusedRMSNorm(4)(x)
+            """,
+            jit_error="RuntimeError",
             left="no automatic fix",
         ),
         Example(
@@ -127,6 +144,14 @@ class CudaImport(Rule):
                 import bitsandbytes as bnb
 
                 return bnb.nn.Linear8bitLt(4, 4)
+
+
+        def import_flash_attn():
+            global flash_attn_func
+            try:
+                from flash_attn import flash_attn_func
+            except ImportError:
+                raise ImportError("Please install flash_attn")
         """,
     )
 
@@ -147,12 +172,21 @@ class CudaImport(Rule):
         chosen = is_guarded(node, context.module, _ANY)
         if chosen and (function is None or is_guarded(node, context.module, _ASKS_PACKAGE)):
             return
-        if any(isinstance(parent, ast.Try) for parent in context.module.ancestors(node)):
+        around = [one for one in context.module.ancestors(node) if isinstance(one, ast.Try)]
+        if any(not _raises(one) for one in around):
             return
+        if around and function is not None and function.body[-1] is around[-1]:
+            return  # it only imports: its callers ask first
         # Not by role: code that uses a package of kernels is taken for code that no TPU runs.
-        lazy = chosen or (function is not None and not _is_entry(function, context.module))
+        lazy = bool(chosen or around) or (function is not None and not _is_entry(function, context.module))
         reached = Severity.DEVICE if lazy or is_aside(node, context.module) else Severity.ERROR
         context.report(self, node, package=packages[0], severity=reached)
+
+
+def _raises(around: ast.Try) -> bool:
+    """Return whether a `try` goes on only if the import in it succeeds."""
+    ends = [handler.body[-1] for handler in around.handlers]
+    return bool(ends) and all(isinstance(end, ast.Raise) for end in ends)
 
 
 def _is_entry(function: Function, module: Module) -> bool:

@@ -82,6 +82,22 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return attach(made, {0: NumberNode(span.value, int, 0, bound, span.expr)})
 
 
+@handles("randperm")
+def _randperm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not isinstance(args[0], torch.SymInt):
+        return NotImplemented
+    node = natural(args[0].node, RuntimeError("randperm: n is negative"))
+    if node.high == math.inf:
+        raise refuse(func, " without an upper bound")
+    bound = int(node.high)
+    order = run(func, (bound, *args[1:]), kwargs)
+    # Those below the size are in the order of a permutation of that size.
+    beyond = (order >= wrap_now(node.value)).to(torch.int32)
+    made = attach(order[torch.sort(beyond, stable=True).indices], {0: node})
+    made._bounds = (0, max(bound - 1, 0))
+    return made
+
+
 @handles("expand")
 def _expand(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Expand dims of size 1, to sizes that may depend on data."""

@@ -11,6 +11,7 @@ from tpuport.tracing.dynamic_shapes import (  # noqa: F401 - they register thems
     reductions,
     scattering,
     selection,
+    statistics,
     suppression,
     uniques,
     views,
@@ -54,6 +55,7 @@ _ROWWISE = {
     "_log_softmax", "mm", "bmm", "addmm", "permute", "transpose", "t", "unsqueeze", "squeeze",
     "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
     "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat",
+    "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin", "logcumsumexp",
     "view_as_real", "view_as_complex", "_conj",
 }  # fmt: skip
 

@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
+from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, refuse, strip
 from tpuport.tracing.dynamic_shapes.handlers import handles
+from tpuport.tracing.dynamic_shapes.statistics import flattened
 
 Found = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -16,15 +17,13 @@ def unique(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Return the distinct elements in order, where each element is among them, and how often."""
     source = args[0]
     asked = _asked(("sorted", "return_inverse", "return_counts"), args, kwargs)
-    if extents_of(source) and (asked.get("return_counts") or source.dim() > 1):
-        raise refuse(func, ", with counts or of several dims")
-    values, order = torch.sort(_flat(source.detach()), stable=True)
+    values, order = torch.sort(flattened(source.detach()), stable=True)
     found, inverse, counts = _runs(values, asked)
     if isinstance(found, TracedTensor) and not source.dtype.is_floating_point:
         found._bounds, found._ascends = source._bounds, True
     if asked.get("return_inverse") and torch.Tensor.numel(inverse):
         inverse = _put_back(inverse, order)
-        inverse = inverse if source.dim() == 1 else inverse.reshape(source.shape)
+        inverse = inverse if source.dim() == 1 else _shaped_as(inverse, source)
         inverse._bounds = (0, max(torch.Tensor.numel(values) - 1, 0))  # type: ignore[attr-defined]
     return found, inverse, counts
 
@@ -35,14 +34,15 @@ def unique_consecutive(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     source = args[0]
     asked = _asked(("return_inverse", "return_counts", "dim"), args, kwargs)
     dim = asked.get("dim")
-    if extents_of(source):
-        raise refuse(func)
+    if dim is not None and extents_of(source):
+        raise refuse(func, ", along a dim")
     if dim is not None:
         rows = source.detach().movedim(dim, 0)
         found, inverse, counts = _runs(rows, asked)
         return _moved(found, dim), inverse, counts
-    found, inverse, counts = _runs(source.detach().reshape(-1), asked)
-    return found, inverse.reshape(source.shape) if inverse.numel() else inverse, counts
+    found, inverse, counts = _runs(flattened(source.detach()), asked)
+    is_asked = bool(asked.get("return_inverse"))
+    return found, _shaped_as(inverse, source) if is_asked else inverse, counts
 
 
 # Rows are sorted by one column after the other.
@@ -77,8 +77,9 @@ def _moved(rows: torch.Tensor, dim: int) -> torch.Tensor:
     return rows.permute(order)
 
 
-def _flat(source: torch.Tensor) -> torch.Tensor:
-    return source if source.dim() == 1 else source.reshape(-1)
+def _shaped_as(rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    made = strip(rows).view(torch.Tensor.size(source))
+    return attach(made, dict(extents_of(source))) if extents_of(source) else made
 
 
 def _put_back(values: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -95,7 +96,7 @@ def _runs(values: torch.Tensor, asked: dict[str, Any]) -> Found:
 
     What was not asked for is empty.
     """
-    size = values.shape[0]
+
     first = torch.ones_like(values[:1], dtype=torch.bool)
     starts = torch.cat([first, values[1:] != values[:-1]])
     if values.dim() > 1:
@@ -104,10 +105,14 @@ def _runs(values: torch.Tensor, asked: dict[str, Any]) -> Found:
     if asked.get("return_inverse"):
         inverse = torch.cumsum(starts, 0) - 1
     if asked.get("return_counts"):
-        places = torch.arange(size)
-        # The next start after each place, or the end.
-        ends = torch.full((1,), size)
-        later = torch.cat([torch.where(starts, places, size)[1:], ends])
-        following = torch.cummin(later.flip(0), 0).values.flip(0) if size else later[:0]
-        counts = (following - places)[starts]
+        counts = _lengths(starts)
     return values[starts], inverse, counts
+
+
+def _lengths(starts: torch.Tensor) -> torch.Tensor:
+    """Return how far it is from each start to the next one, or to the end."""
+    counted = torch.ones_like(starts, dtype=torch.int64)
+    first = (counted.cumsum(0) - 1)[starts]
+    found = torch.ones_like(first)
+    is_last = found.cumsum(0) == found.sum()
+    return torch.where(is_last, counted.sum(), first.roll(-1, 0)) - first

@@ -117,18 +117,23 @@ def _slice(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dim not in extents and not any(isinstance(v, torch.SymInt) for v in (start, end, step)):
         result = run(func, (strip(base), dim, start, end, step), {})
         return attach(result, extents)
-    if step != 1:
-        raise refuse(func, " with a step")
+    if isinstance(step, torch.SymInt):
+        raise refuse(func, " with a traced step")
     size = extents.get(dim, node_of(physical))
     low, high = _clamped(start, size, node_of(0)), _clamped(end, size, size)
     in_order = at_most(low, high)
     length = high.sub(low)  # type: ignore[attr-defined]
     if not in_order:
         length = length.sym_max(node_of(0))  # type: ignore[attr-defined]
-    return _part(base, dim, low, length)
+    if step != 1:
+        count = -(-length.value // step)
+        length = NumberNode(count, int, -(-length.low // step), -(-length.high // step))
+    return _part(base, dim, low, length, step)
 
 
-def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> torch.Tensor:
+def _part(
+    base: TracedTensor, dim: int, low: NumberNode, length: NumberNode, stride: int = 1
+) -> torch.Tensor:
     """Return a view of `length` elements from `low` on, which are all inside the size."""
     physical = bound_of(base, dim)
     bound = int(min(physical, max(length.high, 0)))
@@ -137,13 +142,14 @@ def _part(base: TracedTensor, dim: int, low: NumberNode, length: NumberNode) -> 
     count = length.value
 
     def forward(value: jax.Array) -> jax.Array:
-        if low.low == low.high == 0:
+        if low.low == low.high == 0 and stride == 1:
             return jax.lax.slice_in_dim(value, 0, bound, axis=dim)
-        return jnp.take(value, jnp.clip(first + jnp.arange(bound), 0, physical - 1), axis=dim)
+        places = first + stride * jnp.arange(bound)
+        return jnp.take(value, jnp.clip(places, 0, physical - 1), axis=dim)
 
     def inverse(old: jax.Array, new: jax.Array) -> jax.Array:
-        where = jnp.arange(physical) - first
-        inside = (where >= 0) & (where < count)
+        where, rest = jnp.divmod(jnp.arange(physical) - first, stride)
+        inside = (where >= 0) & (where < count) & (rest == 0)
         moved = jnp.take(new, jnp.clip(where, 0, max(bound - 1, 0)), axis=dim)
         shape = [-1 if d == dim else 1 for d in range(old.ndim)]
         return jnp.where(inside.reshape(shape), moved, old)

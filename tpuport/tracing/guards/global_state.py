@@ -23,6 +23,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.pytree.sealed import Sealed
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
 
@@ -387,11 +388,12 @@ def _put_back(container: Any, before: Any) -> None:
 
 
 def _holds_tensor_of_a_call(value: Any) -> bool:
-    """Return whether a value holds a tensor of a trace, or one with a graph."""
+    """Return whether a value holds a tensor of a trace, one with a graph, or a sealed value."""
+    leaves, spec = pytree.flatten(value, objects=True)
     return any(
         isinstance(leaf, TracedTensor) or (isinstance(leaf, torch.Tensor) and not leaf.is_leaf)
-        for leaf in pytree.flatten(value, objects=True)[0]
-    )
+        for leaf in leaves
+    ) or any(isinstance(static, Sealed) for static in pytree.statics_of(spec))
 
 
 class _Same:

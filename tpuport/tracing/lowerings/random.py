@@ -113,7 +113,11 @@ def random_from(x, low, to=None, *, key) -> jax.Array:
 
 @lowering(aten.randperm, reason=_FROZEN)
 def randperm(n, *, dtype=torch.int64, key, **unused) -> jax.Array:
-    return jax.random.permutation(key, n).astype(backend.jax_dtype(dtype or torch.int64))
+    # The bits of each element are its own: the order of the first few is that of a shorter one,
+    # which may have a size that depends on data in the program and not in eager PyTorch.
+    bits = jax.random.bits(key, (n, 2), jnp.uint32)
+    order = jax.lax.sort((*bits.T, jnp.arange(n, dtype=jnp.int32)), num_keys=2)[-1]
+    return order.astype(backend.jax_dtype(dtype or torch.int64))
 
 
 @lowering(aten.uniform, reason=_FROZEN)

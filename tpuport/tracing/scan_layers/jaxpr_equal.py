@@ -29,6 +29,14 @@ def same_program(ours: Any, theirs: Any) -> bool:
     return _same_jaxpr(ours.jaxpr, theirs.jaxpr) and all(_same_array(a, b) for a, b in consts)
 
 
+def same_structure(ours: Any, theirs: Any) -> bool:
+    """Return whether two tree structures are the same, the jaxprs of derivatives in them too."""
+    if not _same_param(ours.node_data(), theirs.node_data()):
+        return False
+    below = ours.children(), theirs.children()
+    return len(below[0]) == len(below[1]) and all(map(same_structure, *below))
+
+
 def _same_jaxpr(ours: Any, theirs: Any) -> bool:
     if ours is theirs:
         return True
@@ -94,6 +102,8 @@ def _same_param(a: Any, b: Any) -> bool:
         return same_program(a, b)
     if isinstance(a, core.Jaxpr):
         return _same_jaxpr(a, b)
+    if isinstance(a, jax.tree_util.PyTreeDef):
+        return same_structure(a, b)
     if isinstance(a, (tuple, list)):
         return len(a) == len(b) and all(map(_same_param, a, b))
     if isinstance(a, dict):

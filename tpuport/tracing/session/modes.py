@@ -13,7 +13,15 @@ from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.transforms import is_transformed, transforming
 from tpuport.tracing.core.values import flat, tensors_in
 from tpuport.tracing.dispatch.dispatch import dispatch
-from tpuport.tracing.functions import general, numeric, products, rnn, sizes  # noqa: F401 - the modules of functions register themselves
+from tpuport.tracing.functions import (  # noqa: F401 - the modules of functions register themselves
+    general,
+    numeric,
+    products,
+    rnn,
+    running_statistics,
+    selected,
+    sizes,
+)
 from tpuport.tracing.functions.registry import FUNCTIONS
 
 aten = torch.ops.aten

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tpuport.foundation.pytree.sealed import Sealed, note
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor
@@ -20,6 +21,8 @@ def seen_type(value: Any) -> Any:
     if isinstance(value, sym_numbers.SYMBOLIC) and isinstance(value.node, NumberNode):
         return _KINDS[type(value)]
     found = type(value)
+    if issubclass(found, Sealed):
+        note(found, "type")
     return SeenType if found in (type, _SeenMeta) else found
 
 

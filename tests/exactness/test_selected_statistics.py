@@ -1,0 +1,216 @@
+"""Order statistics, searches, distances and normalisation of as many elements as data selects."""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+
+NAN = torch.nan
+
+
+def order(x):
+    rows, some = x[x[:, 0] > 0], torch.where(x > 1.2, NAN, x)[x > 0]
+    return [
+        x[x > 0].median(),
+        torch.cat([x, x])[torch.cat([x, x]) > 0].median(),
+        some.median(),
+        some.nanmedian(),
+        rows.median(0).values,
+        rows.median(0, keepdim=True).values,
+        rows.median(1).values,
+        torch.where(rows > 1.2, NAN, rows).nanmedian(0).values,
+        rows.kthvalue(1, dim=0, keepdim=True).values,
+        x[x > 0].gather(0, torch.tensor([1, 0, 1])),
+        torch.take_along_dim(rows, torch.zeros(1, 3, dtype=torch.long), 0),
+    ]
+
+
+def quantiles(x):
+    rows, some = x[x[:, 0] > 0], torch.where(x > 1.2, NAN, x)[x > 0]
+    kinds = ("lower", "higher", "nearest", "midpoint")
+    return [
+        torch.quantile(x[x > 0], torch.tensor([0.1, 0.9])),
+        torch.quantile(rows, 0.3),
+        torch.quantile(rows, torch.tensor([0.1, 0.9]), dim=0, keepdim=True),
+        rows.quantile(0.4, dim=1),
+        x[x > 0].quantile(0.4, keepdim=True),
+        some.nanquantile(torch.tensor([0.4, 0.1])),
+        *(x[x > 0].quantile(0.4, interpolation=kind) for kind in kinds),
+    ]
+
+
+def moved(x):
+    rows = x[x[:, 0] > 0]
+    written = x[x > 0].clone()
+    written[::2] = 5.0
+    return [
+        rows.roll(1, 0),
+        rows.roll((1, -2), (0, 1)),
+        x[x > 0][1::3],
+        x[x > 0][:-1:2],
+        written * x[x > 0],
+        rows.diff(dim=0),
+        x[x > 0].diff(n=2),
+        torch.diff(x[x > 0], prepend=torch.zeros(1)),
+        x[x > 0].repeat(2),
+        rows.repeat(1, 2),
+        torch.eye(rows.shape[0]) * rows[:, 0],
+    ]
+
+
+def compared(x):
+    rows = x[x[:, 0] > 0]
+    return [
+        torch.cdist(rows, rows),
+        torch.cdist(rows, x).min(0).values,
+        torch.cdist(x, rows).min(1).values,
+        torch.cov(rows.T),
+        torch.corrcoef(rows.T),
+        torch.histc(x[x > 0], 5, -1, 1),
+        torch.bucketize(x[x > 0], torch.tensor([0.0, 0.5, 1.0])) * x[x > 0],
+        torch.searchsorted(x[x > 0].sort().values, x) * x,
+        torch.isin(x[x > 0].round(), torch.tensor([1.0, 2.0])) * x[x > 0],
+        torch.isin(x.round(), x[x > 1].round()) * x,
+    ]
+
+
+def distinct(x):
+    x = x.detach()
+    values, inverse, counts = torch.unique(
+        x[x > 0].round(), return_inverse=True, return_counts=True
+    )
+    return [
+        values[inverse] + counts[inverse],
+        torch.unique(x[x[:, 0] > 0].round(), return_inverse=True, return_counts=True),
+        torch.unique_consecutive(x[x > 0].round(), return_inverse=True, return_counts=True),
+        torch.unique(x.round(), return_inverse=True, return_counts=True),
+    ]
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flat, self.deep = nn.BatchNorm1d(3), nn.BatchNorm1d(3, momentum=0.3)
+
+    def forward(self, x):
+        valid = x[:, 0] > 0
+        deep = x[:, :, None] * torch.arange(1.0, 5.0)
+        found = [self.flat(x[valid]), self.deep(deep[valid])]
+        return [(one * one.cos()).sum() for one in found]
+
+
+def flat(value):
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in flat(part)]
+    return [value]
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(8, 3, generator=generator) for _ in range(3)]
+
+
+def summed(leaves):
+    terms = [leaf.sum() * (i + 1) for i, leaf in enumerate(leaves)]
+    return sum(terms[1:], terms[0])
+
+
+@pytest.mark.parametrize("function", [order, quantiles, moved, compared, distinct])
+def test_statistics_of_selected_elements(function):
+    ported = tpuport.convert(function, verify=False)
+    for x in inputs():
+        ours, theirs = flat(tpuport.to_torch(ported(x))), flat(function(x))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if function is distinct:
+        return
+    x = inputs()[2]
+    given = x.clone().requires_grad_()
+    found = function(given)
+    kept = [i for i, one in enumerate(found) if one.requires_grad and one.isfinite().all()]
+    expected = torch.autograd.grad(summed([found[i] for i in kept]), given)[0]
+
+    def loss(value):
+        found = ported.apply({}, {}, None, value)[0]
+        return summed([found[i] for i in kept])
+
+    gradient = tpuport.to_torch(jax.grad(loss)(jnp.asarray(x.numpy())))
+    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_selected_rows(training):
+    torch.manual_seed(0)
+    model = Normalised().train(training)
+    nn.init.normal_(model.flat.weight)
+    eager = copy.deepcopy(model)
+    ported = tpuport.convert(model)
+    for x in inputs():
+        ours, theirs = flat(tpuport.to_torch(ported(x))), eager(x)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for name, buffer in eager.named_buffers():
+        torch.testing.assert_close(
+            tpuport.to_torch(ported.buffers[name]), buffer, check_dtype=False
+        )
+    summed(eager(x)).backward()
+
+    def loss(params):
+        found, _ = ported.apply(params, ported.buffers, None, jnp.asarray(x.numpy()))
+        return summed(found)
+
+    for name, gradient in jax.grad(loss)(ported.params).items():
+        expected = eager.get_parameter(name).grad
+        torch.testing.assert_close(tpuport.to_torch(gradient), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_permutation_of_selected_rows_is_the_one_of_eager():
+    def sampled(x):
+        found = (x[:, 0] > 0).nonzero()[:, 0]
+        order = torch.randperm(found.numel(), device=found.device)
+        return x[found[order[:2]]], order
+
+    torch.manual_seed(1)
+    ported = tpuport.convert(sampled, verify="always")
+    seen = set()
+    for _ in range(6):
+        rows, order = ported(inputs()[0])
+        assert sorted(tpuport.to_torch(order).tolist()) == list(range(len(order)))
+        assert (tpuport.to_torch(rows)[:, 0] > 0).all()
+        seen.add(tuple(tpuport.to_torch(order).tolist()))
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize(
+    ("function", "error"),
+    [
+        (lambda x: x[x > 9].median(), None),
+        (lambda x: x[x > 9].nanmedian(), None),
+        (lambda x: x[x[:, 0] > 9].median(0).values, IndexError),
+        (lambda x: x[x > 1].kthvalue(20).values, RuntimeError),
+        (lambda x: x[x > 1].gather(0, torch.tensor([20])), RuntimeError),
+    ],
+)
+def test_too_few_elements_are_as_in_eager(function, error):
+    ported, x = tpuport.convert(function, verify=False), inputs()[0]
+    if error is None:
+        assert function(x).isnan()
+        assert tpuport.to_torch(ported(x)).isnan()
+        return
+    for call in (function, ported):
+        with pytest.raises(error):
+            call(x)
+
+
+class OneRow(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x[x[:, 0] == x[:, 0].max()])
+
+
+def test_batch_norm_of_one_row_raises_as_eager_does():
+    for call in (OneRow(3), tpuport.convert(OneRow(3), verify=False)):
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            call(inputs()[0])
