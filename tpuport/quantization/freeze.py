@@ -13,7 +13,7 @@ from tpuport.quantization.layer import QuantizedLinear
 from tpuport.quantization.rounding import round_weight
 from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.quantization.statistics import Statistics, input_scale
-from tpuport.quantization.transforms import Divide, Rotate, Transform, hadamard
+from tpuport.quantization.transforms import Divide, Permute, Rotate, Transform, hadamard
 
 _LEAST = 1e-5
 Found = Mapping[str, np.ndarray]
@@ -63,8 +63,6 @@ def _why_kept(
         return f"its weight is {others[0]} too"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks, which see the float layer"
-    if module.weight.is_meta:
-        return "it has no values (meta device)"
     return _why_sizes_do_not_fit(module, scheme)
 
 
@@ -92,7 +90,11 @@ def transforms_of(
         return [Rotate(hadamard(scheme.block)[None])]
     if scheme.method == "duquant" and scheme.basis == "svd":
         return duquant.from_weight(weight, scheme)
-    if scheme.method == "round" or found is None:
+    if scheme.method == "round":
+        return []
+    if weight.is_meta:
+        return _shapes_of_calibrated(weight, scheme)
+    if found is None:
         return []
     if scheme.method == "duquant":
         return list(duquant.from_inputs(torch.from_numpy(found["rows"].copy()), scheme))
@@ -100,6 +102,14 @@ def transforms_of(
     of_weight = weight.float().abs().amax(0).clamp_min(_LEAST)
     factors = peaks.clamp_min(_LEAST) ** scheme.strength / of_weight ** (1 - scheme.strength)
     return [Divide(factors.clamp_min(_LEAST))]
+
+
+def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> list[Transform]:
+    """Return what calibration would give a layer on the meta device."""
+    per_channel, block = weight[0], weight.new_empty(1, scheme.block, scheme.block)
+    if scheme.method == "smooth":
+        return [Divide(per_channel)]
+    return [Rotate(block), Permute(per_channel), Rotate(block)]
 
 
 @torch.no_grad()
@@ -111,21 +121,23 @@ def freeze_layer(
     transforms = transforms_of(weight, scheme, found)
     for one in transforms:
         weight = one.of_weight(weight)
-    rotation = None
+    restore = []
     if scheme.method == "duquant" and scheme.basis == "svd" and scheme.rotate_outputs:
         rotation = duquant.output_rotation(layer.weight.detach(), scheme)
         weight = rotation(weight.t()).t()
+        restore = [rotation.inverse()]
     scale = None
-    if scheme.is_static and found is not None:
+    if scheme.is_static and weight.is_meta:
+        scale = weight.new_empty(weight.shape[1] if scheme.activations == "channel" else ())
+    elif scheme.is_static and found is not None:
         if scheme.method == "smooth":
             factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
             found = {"low": found["low"] / factors, "high": found["high"] / factors}
         scale = input_scale(found, scheme)
-    made = QuantizedLinear(
-        *(round_weight(weight, scheme), scheme, transforms),
+    made = QuantizedLinear.of_codes(
+        *(round_weight(weight, scheme), scheme, transforms, restore),
         bias=layer.bias,
         input_scale=scale,
-        rotation=rotation,
     )
     return made.train(layer.training)
 
@@ -165,6 +177,8 @@ def freeze(
     layers, kept = select(model, scheme, keep)
     known = {} if statistics is None else statistics.layers
     for name in list(layers) if scheme.is_calibrated else ():
+        if layers[name].weight.is_meta:
+            continue
         if name not in known or not int(known[name]["calls"]):
             kept[name] = "no batch of the calibration reached it"
             del layers[name]

@@ -1,6 +1,7 @@
 """A linear layer as it is served: integer codes and scales in, no state written."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Self
 
 import torch
 
@@ -8,7 +9,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.quantization.product import pack, scaled_product
 from tpuport.quantization.rounding import Codes
 from tpuport.quantization.scheme import QuantizationScheme
-from tpuport.quantization.transforms import Rotate, Transform
+from tpuport.quantization.transforms import Transform
 
 _LEAST = 1e-5
 
@@ -30,32 +31,48 @@ class QuantizedLinear(torch.nn.Module):
 
     def __init__(
         self,
-        codes: Codes,
         scheme: QuantizationScheme,
-        transforms: Iterable[Transform],
-        *,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor | None = None,
-        rotation: Rotate | None = None,
+        buffers: Mapping[str, torch.Tensor],
+        inputs: Iterable[Transform] = (),
+        restore: Iterable[Transform] = (),
     ) -> None:
         super().__init__()
-        groups, self.out_features, size = codes.values.shape
-        self.in_features, self.scheme = groups * size, scheme
-        self.inputs = torch.nn.Sequential(*transforms)
-        self.restore = torch.nn.Sequential(*([] if rotation is None else [rotation.inverse()]))
-        self.register_buffer("codes", pack(codes.values, scheme.weight_bits))
-        self.register_buffer("scale", codes.scale)
-        self.has_offset, self.has_bias = codes.zero is not None, bias is not None
+        groups, self.out_features, size = buffers["codes"].shape
+        self.in_features = groups * size * (8 // scheme.weight_bits)
+        self.scheme = scheme
+        self.inputs, self.restore = torch.nn.Sequential(*inputs), torch.nn.Sequential(*restore)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+        self.has_offset, self.has_bias = "offset" in buffers, "bias" in buffers
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: Codes,
+        scheme: QuantizationScheme,
+        inputs: Iterable[Transform] = (),
+        restore: Iterable[Transform] = (),
+        *,
+        bias: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+    ) -> Self:
+        """Return the layer of a rounded weight.
+
+        Raises:
+            UsageError: the scheme's inputs have a calibrated scale, and none is given.
+        """
+        buffers = {"codes": pack(codes.values, scheme.weight_bits), "scale": codes.scale}
         if codes.zero is not None:
-            self.register_buffer("offset", codes.zero * codes.scale)
+            buffers["offset"] = codes.zero * codes.scale
         if scheme.activation_bits == 8 and not scheme.activation_symmetric:
-            self.register_buffer("sums", codes.weight().sum(-1))
+            buffers["sums"] = codes.weight().sum(-1)
         if scheme.is_static:
             if input_scale is None:
                 raise UsageError("a scheme with calibrated inputs needs their scale")
-            self.register_buffer("input_scale", input_scale)
+            buffers["input_scale"] = input_scale
         if bias is not None:
-            self.register_buffer("bias", bias.detach().clone())
+            buffers["bias"] = bias.detach().clone()
+        return cls(scheme, buffers, inputs, restore)
 
     @property
     def weight(self) -> torch.Tensor:

@@ -1,7 +1,9 @@
 """What quantization did to a model, and what it cost in precision."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from tpuport.foundation.reporting.markup import plural
 
@@ -69,6 +71,20 @@ class QuantizationReport:
             lines.append(f"  {one.name:40} {one.shape!s:14} {_shown(one.deviation)}")
         lines += [f"  {key or 'the model':40} in float: {why}" for key, why in self.kept.items()]
         return "\n".join(lines)
+
+
+def report_of(fields: Mapping[str, Any]) -> QuantizationReport:
+    """Return a report, given what its JSON says."""
+
+    def error(said: Mapping[str, float] | None) -> Deviation | None:
+        return None if said is None else Deviation(**said)
+
+    layers = tuple(
+        LayerReport(**{**one, "shape": tuple(one["shape"]), "deviation": error(one["deviation"])})
+        for one in fields["layers"]
+    )
+    given = {**fields, "layers": layers, "outputs": error(fields["outputs"])}
+    return QuantizationReport(**given)
 
 
 def _error(layer: LayerReport) -> float:

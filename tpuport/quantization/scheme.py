@@ -64,7 +64,6 @@ class QuantizationScheme:
         for name, choices in (
             ("weight_bits", (4, 8)),
             ("activation_bits", (8, 16)),
-            ("group", (None, 32, 64, 128)),
             ("method", _METHODS),
             ("activations", _ACTIVATIONS),
             ("estimator", _ESTIMATORS),
@@ -74,6 +73,8 @@ class QuantizationScheme:
             if getattr(self, name) not in choices:
                 shown = ", ".join(map(repr, choices))
                 raise UsageError(f"{name} is one of {shown}; got {getattr(self, name)!r}")
+        if self.group is not None and (self.group < 2 or self.group % 2):
+            raise UsageError(f"group is an even number of input features; got {self.group!r}")
         if self.clip == "mse" and not self.symmetric:
             raise UsageError("clip='mse' searches symmetric scales; with symmetric=False use 'max'")
         if self.is_static and self.method == "smooth" and self.estimator != "max":
