@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 import torch
-from jax.sharding import PartitionSpec as P
 
 import tpuport
 from tpuport.foundation.errors import UsageError
@@ -191,15 +190,44 @@ def test_code_that_reads_a_weight_is_told_what_to_do():
         quantized(torch.zeros(1, 64))
 
 
-def test_sharded_over_eight_devices_the_results_are_equal():
-    model, batches = model_and_batches(1)
-    quantized = tpuport.quantize(model, "w4a8")
-    want = tpuport.to_torch(quantized(batches[0]))
-    rules = {"**.codes": P(None, "tensor", None), "**": P()}
-    tpuport.shard(quantized, {"fsdp": 4, "tensor": 2}, rules)
-    spec = quantized.buffers["up.codes"].sharding.spec
-    assert spec[1] == "tensor"
-    assert torch.allclose(tpuport.to_torch(quantized(batches[0])), want, rtol=0, atol=1e-6)
+def spec_of(model: tpuport.PortedModel, name: str) -> list[str | None]:
+    value = model.buffers[name]
+    found = list(value.sharding.spec)  # pyright: ignore[reportAttributeAccessIssue]
+    return found + [None] * (value.ndim - len(found))
+
+
+@pytest.mark.parametrize("preset", ["fsdp", "tensor_parallel"])
+def test_all_stages_on_eight_devices_equal_one(preset: str, tmp_path: Path):
+    class Large(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(128, 256), torch.nn.Linear(256, 128)
+            self.norm = torch.nn.LayerNorm(128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(x + self.down(F.gelu(self.up(x))))
+
+    torch.manual_seed(0)
+    model, batches = Large(), [torch.randn(8, 5, 128) * (i + 1) for i in range(2)]
+    one = scheme("w4a8", group=32, activations="tensor")
+    alone = tpuport.quantize(model, one, calibration=batches)
+    ported = tpuport.convert(model, verify=False)
+    tpuport.shard(ported, {"fsdp": 4, "tensor": 2}, preset)
+    spread = tpuport.quantize(ported, one, calibration=batches)
+    tensor = preset == "tensor_parallel"
+    assert spec_of(spread, "up.codes") == [None, "tensor" if tensor else "fsdp", None]
+    assert spec_of(spread, "down.codes") == (
+        ["tensor", None, None] if tensor else [None, "fsdp", None]
+    )
+    assert spec_of(spread, "down.scale") == ["tensor" if tensor else None, None]
+    for name, value in alone.buffers.items():
+        assert np.allclose(value, spread.buffers[name], rtol=1e-5, atol=1e-7), name
+    want = tpuport.to_torch(alone(batches[0]))
+    assert torch.allclose(tpuport.to_torch(spread(batches[0])), want, rtol=0, atol=1e-4)
+    tpuport.save_checkpoint(tmp_path / "spread.safetensors", spread)
+    served = tpuport.quantize(ported, checkpoint=tmp_path / "spread.safetensors")
+    assert spec_of(served, "up.codes") == spec_of(spread, "up.codes")
+    assert torch.allclose(tpuport.to_torch(served(batches[0])), want, rtol=0, atol=1e-4)
 
 
 def test_a_ported_model_can_be_quantized():

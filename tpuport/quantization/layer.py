@@ -75,6 +75,16 @@ class QuantizedLinear(torch.nn.Module):
         return cls(scheme, buffers, inputs, restore)
 
     @property
+    def weight_dims(self) -> dict[str, tuple[int, int]]:
+        """Return by buffer its dim of output features and its dim of input features.
+
+        Those of one group are along the last dim of the codes, and of several groups the first.
+        """
+        dims = {"scale": (1, 0), "offset": (1, 0), "sums": (0, 0), "bias": (0, 0)}
+        dims["codes"] = (1, 2 if self.codes.shape[0] == 1 else 0)
+        return {name: one for name, one in dims.items() if name in self._buffers}
+
+    @property
     def weight(self) -> torch.Tensor:
         """Refuse to be read: there is no float weight.
 

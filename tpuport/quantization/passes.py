@@ -14,6 +14,7 @@ from tpuport.quantization.freeze import select, transforms_of, with_layers
 from tpuport.quantization.report import Deviation
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Observer, Statistics
+from tpuport.sharding.shard import shard_like
 from tpuport.tracing.core.export import to_torch
 
 
@@ -25,14 +26,20 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def observe(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], batches: Iterable[Any]
+    model: torch.nn.Module,
+    layers: Mapping[str, torch.nn.Module],
+    batches: Iterable[Any],
+    like: Any = None,
 ) -> tuple[dict[str, dict[str, np.ndarray]], list[Any]]:
     """Run batches through a model with other layers; return those layers' buffers and all results.
+
+    It runs on the mesh of `like`, if that is a port on one.
 
     Raises:
         UsageError: There are no batches.
     """
     ported = convert(with_layers(model, layers), verify=False)
+    shard_like(ported, like)
     results = []
     for batch in batches:
         args, kwargs = arguments_of(batch)
@@ -61,7 +68,7 @@ def calibrate(
     processes are merged by `Statistics.merge`, and given to `tpuport.quantize` as `calibration`.
 
     Args:
-        model: a module, or the result of `tpuport.convert`.
+        model: a module, or the result of `tpuport.convert`; one on a mesh is calibrated there.
         scheme: as for `tpuport.quantize`.
         batches: the arguments of each call: a tuple, a dict of named ones, or one argument.
         keep: as for `tpuport.quantize`.
@@ -69,14 +76,14 @@ def calibrate(
     Raises:
         UsageError: There are no batches, or there is nothing to quantize.
     """
-    scheme, model = as_scheme(scheme), as_module(model)
+    scheme, given, model = as_scheme(scheme), model, as_module(model)
     layers, _ = select(model, scheme, keep)
     observers = {}
     with torch.no_grad():
         for name, layer in layers.items():
             transforms = transforms_of(layer.weight.detach(), scheme, None)
             observers[name] = Observer(layer, torch.nn.Sequential(*transforms), scheme)
-    return Statistics(observe(model, observers, batches)[0])
+    return Statistics(observe(model, observers, batches, given)[0])
 
 
 def as_module(model: Any) -> torch.nn.Module:
@@ -92,18 +99,19 @@ def as_module(model: Any) -> torch.nn.Module:
     return model
 
 
-class ComparedLayer(torch.nn.Module):
+class ComparedLayer(torch.nn.Linear):
     """A float layer that also sums how its frozen form differs on the same input."""
 
-    def __init__(self, layer: torch.nn.Module, frozen: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer, self.frozen = layer, frozen
+    def __init__(self, layer: torch.nn.Linear, frozen: torch.nn.Module) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.frozen = frozen
         self.register_buffer("sums", torch.zeros(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the float layer's output."""
-        y = self.layer(x)
-        want, got = y.detach().float(), self.frozen(x).float()
+        y = super().forward(input)
+        want, got = y.detach().float(), self.frozen(input).float()
         products = ((got - want) ** 2, want * want, got * got, want * got)
         self.sums = self.sums + torch.stack([one.sum() for one in products])
         return y
@@ -134,10 +142,14 @@ def compare_layers(
     model: torch.nn.Module,
     frozen: Mapping[str, torch.nn.Module],
     batches: Iterable[Any],
+    like: Any,
 ) -> tuple[dict[str, Deviation], list[Any]]:
     """Return each frozen layer's deviation on float inputs, and the float model's results."""
-    compared = {name: ComparedLayer(model.get_submodule(name), one) for name, one in frozen.items()}
-    found, results = observe(model, compared, batches)
+    compared = {}
+    for name, one in frozen.items():
+        layer: Any = model.get_submodule(name)
+        compared[name] = ComparedLayer(layer, one)
+    found, results = observe(model, compared, batches, like)
     return {name: deviation(one["sums"]) for name, one in found.items()}, results
 
 

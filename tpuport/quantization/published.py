@@ -28,7 +28,7 @@ _HALF_RANGE = 127 / 127.5
 
 
 @dataclass(frozen=True)
-class _Found:
+class _StoredLayer:
     """One layer as a file has it.
 
     Attributes:
@@ -126,7 +126,7 @@ def _bias(part: _Part, model: torch.nn.Module) -> torch.Tensor | None:
     return bias
 
 
-def _layer(found: _Found, bias: torch.Tensor | None) -> QuantizedLinear:
+def _layer(found: _StoredLayer, bias: torch.Tensor | None) -> QuantizedLinear:
     groups = found.scale.shape[0]
     size = found.codes.shape[1] // groups
     scheme = QuantizationScheme(
@@ -162,7 +162,7 @@ def _by_group(index: torch.Tensor | None, groups: int) -> torch.Tensor | None:
 # -- compressed-tensors ----------------------------------------------------------------------------
 
 
-def _read_compressed(part: _Part, config: Config) -> _Found:
+def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
     group = _group_of(part, config)
     weights = group["weights"]
     bits, kind = weights["num_bits"], weights.get("type", "int")
@@ -186,7 +186,7 @@ def _read_compressed(part: _Part, config: Config) -> _Found:
         zero = None
     order = _by_group(part.optional("weight_g_idx"), scale.shape[0])
     inputs, input_scale = _inputs(part, group.get("input_activations"))
-    return _Found(bits, codes, scale, zero, order, inputs, input_scale)
+    return _StoredLayer(bits, codes, scale, zero, order, inputs, input_scale)
 
 
 def _inputs(part: _Part, said: Config | None) -> tuple[Config, torch.Tensor | None]:
@@ -239,7 +239,7 @@ def _is_compressed(opened: Checkpoint, name: str) -> bool:
 # -- GPTQ and AWQ ----------------------------------------------------------------------------------
 
 
-def _read_gptq(part: _Part, config: Config) -> _Found:
+def _read_gptq(part: _Part, config: Config) -> _StoredLayer:
     bits = config["bits"]
     if bits not in (4, 8):
         raise part.refuse(f"weights of {bits} bits")
@@ -257,10 +257,10 @@ def _read_gptq(part: _Part, config: Config) -> _Found:
         stored = stored + 1
     zero = stored - 2 ** (bits - 1)
     order = _by_group(part.optional("g_idx"), scale.shape[0])
-    return _Found(bits, codes, scale, zero if zero.any() else None, order)
+    return _StoredLayer(bits, codes, scale, zero if zero.any() else None, order)
 
 
-def _read_awq(part: _Part, config: Config) -> _Found:
+def _read_awq(part: _Part, config: Config) -> _StoredLayer:
     version, bits = config.get("version", "gemm").lower(), config.get("bits", 4)
     if version != "gemm" or bits != 4:
         raise part.refuse(f"weights of {bits} bits in the version {version!r}")
@@ -272,7 +272,7 @@ def _read_awq(part: _Part, config: Config) -> _Found:
     codes, scale = columns(part("qweight")).t() - 8, part("scales")
     zero = part.optional("qzeros")
     zero = None if zero is None else columns(zero) - 8
-    return _Found(bits, codes, scale, None if zero is None or not zero.any() else zero)
+    return _StoredLayer(bits, codes, scale, None if zero is None or not zero.any() else zero)
 
 
 def _is_packed(opened: Checkpoint, name: str) -> bool:
@@ -285,7 +285,7 @@ class _Format:
 
     marks: tuple[str, ...]
     has: Callable[[Checkpoint, str], bool]
-    read: Callable[[_Part, Config], _Found]
+    read: Callable[[_Part, Config], _StoredLayer]
 
 
 _FORMATS = {

@@ -23,6 +23,7 @@ from tpuport.quantization.passes import (
 from tpuport.quantization.report import Deviation, LayerReport, QuantizationReport
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Statistics
+from tpuport.sharding.shard import shard_like
 from tpuport.weights.checkpoint import Checkpoint
 
 # An input that lies between two codes may be rounded to either, which is a step of 1/127.
@@ -58,8 +59,9 @@ def quantize(
     """Return a ported model whose linear layers compute with integer weights.
 
     Args:
-        model: a module on the CPU, or the result of `tpuport.convert`. It is left as it is. With
-            a checkpoint, or to be compiled for a TPU, it may be on the meta device.
+        model: a module on the CPU, or the result of `tpuport.convert`. It is left as it is. A port
+            on a mesh gives one on that mesh, by the same preset or table. With a checkpoint, or to
+            be compiled for a TPU, the model may be on the meta device.
         scheme: "w8a8" (the default), "w4a8", "w4a16", "w8a16", or a `QuantizationScheme`. The short
             names round to nearest, with a scale for each output channel and each row of the input.
         checkpoint: a file or directory of a quantized model, instead of a scheme: as
@@ -99,23 +101,26 @@ def quantize(
             )
         batches = list(calibration)
         if scheme.is_calibrated:
-            statistics = calibrate(module, scheme, batches, keep=keep)
+            statistics = calibrate(model, scheme, batches, keep=keep)
     frozen, layers, kept = freeze(module, scheme, statistics, keep)
     errors: dict[str, Deviation] = {}
     wanted: list[Any] = []
     if batches:
-        errors, wanted = compare_layers(module, layers, batches)
+        errors, wanted = compare_layers(module, layers, batches, model)
     options = _options((scheme,), verify, rtol)
     found = None
     if batches:
         # The port that is returned starts without calls, since a call may have changed its state.
         measured = PortedModel(frozen, ConvertOptions(verify=False))
+        shard_like(measured, model)
         found = deviation_of(wanted, results_of(measured, batches))
     reports = tuple(
         _layer_report(name, module.get_submodule(name), one, errors.get(name))
         for name, one in layers.items()
     )
-    return QuantizedModel(frozen, options, QuantizationReport(asdict(scheme), reports, kept, found))
+    made = QuantizedModel(frozen, options, QuantizationReport(asdict(scheme), reports, kept, found))
+    shard_like(made, model)
+    return made
 
 
 def _options(
@@ -150,6 +155,7 @@ def _loaded(
         report = QuantizationReport(scheme, tuple(reports), kept)
     options = _options((one.scheme for one in layers.values()), verify, rtol)
     made = QuantizedModel(with_layers(module, layers), options, report)
+    shard_like(made, model)
     made.load(opened.values)
     return made
 

@@ -24,18 +24,20 @@ _MERGED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class Observer(torch.nn.Module):
+class Observer(torch.nn.Linear):
     """A float layer that also collects statistics of its input, in buffers.
 
-    The buffers are results of the program: a call writes no state of Python.
+    The buffers are results of the program: a call writes no state of Python. The weight has the
+    name that it has in the model, so that rules of sharding apply.
     """
 
     def __init__(
-        self, layer: torch.nn.Module, transforms: torch.nn.Module, scheme: QuantizationScheme
+        self, layer: torch.nn.Linear, transforms: torch.nn.Module, scheme: QuantizationScheme
     ) -> None:
-        super().__init__()
-        self.layer, self.transforms, self.scheme = layer, transforms, scheme
-        size = int(layer.in_features)  # pyright: ignore[reportArgumentType]  (a Linear)
+        size = layer.in_features
+        super().__init__(size, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.transforms, self.scheme = transforms, scheme
         self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
         self.register_buffer("low", torch.full((size,), torch.inf))
         self.register_buffer("high", torch.full((size,), -torch.inf))
@@ -43,8 +45,12 @@ class Observer(torch.nn.Module):
         self.register_buffer("histogram", torch.zeros(NUM_BINS, dtype=torch.int32))
         self.register_buffer("rows", torch.zeros(_NUM_ROWS, size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the float layer's output."""
+        self._observe(input)
+        return super().forward(input)
+
+    def _observe(self, x: torch.Tensor) -> None:
         rows = self.transforms(x.detach().float()).flatten(0, -2)
         self.calls = self.calls + 1
         self.low = torch.minimum(self.low, rows.amin(0))
@@ -60,7 +66,6 @@ class Observer(torch.nn.Module):
         elif self.scheme.method == "duquant" and self.scheme.basis == "greedy":
             known = torch.cat([self.rows, rows])
             self.rows = known[torch.topk(known.abs().amax(-1), _NUM_ROWS).indices]
-        return self.layer(x)
 
 
 @dataclass(frozen=True)
