@@ -1,8 +1,8 @@
 """Quantized models in files: what is saved about each layer, and how it is read again.
 
 A file has the `state_dict` of the quantized module. Its metadata has, under `KEY`, a JSON text:
-`version`, the `schemes` that occur, `layers` by name with the number of their scheme, and the
-`report` of when they were made.
+`version`, the `schemes` that occur, `layers` by name with their kind and the number of their
+scheme, and the `report` of when they were made.
 """
 
 import json
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from tpuport.foundation.errors import CheckpointError
+from tpuport.quantization.convolution import QuantizedConv
+from tpuport.quantization.experts import QuantizedExperts, StackedLinear, are_experts
 from tpuport.quantization.layer import QuantizedLinear
 from tpuport.quantization.published import config_of, read_published
 from tpuport.quantization.report import QuantizationReport, report_of
@@ -21,6 +23,7 @@ from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.quantization.transforms import transform_of
 from tpuport.weights.checkpoint import Checkpoint, open_checkpoint
 
+_KINDS = {"linear": QuantizedLinear, "convolution": QuantizedConv, "experts": QuantizedExperts}
 KEY = "tpuport.quantization"
 VERSION = 1
 
@@ -31,11 +34,13 @@ class Opened:
 
     Attributes:
         layers: the quantized layers by name, on the meta device.
+        schemes: their schemes.
         values: the checkpoint, with the names that those layers have.
         report: the report that was saved, if it was.
     """
 
-    layers: Mapping[str, QuantizedLinear]
+    layers: Mapping[str, torch.nn.Module]
+    schemes: tuple[QuantizationScheme, ...]
     values: Checkpoint
     report: QuantizationReport | None
 
@@ -45,10 +50,14 @@ def metadata_of(module: torch.nn.Module, report: QuantizationReport) -> dict[str
     schemes: list[QuantizationScheme] = []
     layers = {}
     for name, one in module.named_modules():
-        if isinstance(one, QuantizedLinear):
-            if one.scheme not in schemes:
-                schemes.append(one.scheme)
-            layers[name] = {"scheme": schemes.index(one.scheme)}
+        kind = next((kind for kind, cls in _KINDS.items() if isinstance(one, cls)), None)
+        if kind is not None:
+            layer: Any = one
+            if layer.scheme not in schemes:
+                schemes.append(layer.scheme)
+            layers[name] = {"scheme": schemes.index(layer.scheme), "kind": kind}
+            if isinstance(one, QuantizedConv):
+                layers[name]["how"] = one.how
     text = {
         "version": VERSION,
         "schemes": [asdict(one) for one in schemes],
@@ -77,7 +86,7 @@ def open_quantized(source: str | Path | Checkpoint, model: torch.nn.Module) -> O
         )
     layers, values = read_published(opened, config, model)
     refuse_misfits(layers, model, opened)
-    return Opened(layers, values, None)
+    return Opened(layers, tuple(one.scheme for one in layers.values()), values, None)
 
 
 def _own(opened: Checkpoint, model: torch.nn.Module) -> Opened:
@@ -91,19 +100,35 @@ def _own(opened: Checkpoint, model: torch.nn.Module) -> Opened:
     layers = {}
     for name, one in said["layers"].items():
         own = {n.removeprefix(f"{name}."): opened[n] for n in opened if n.startswith(f"{name}.")}
-        if "codes" not in own:
-            raise CheckpointError(f"{opened.path} has no {name}.codes, which its metadata names")
+        if not any(key.endswith("codes") for key in own):
+            raise CheckpointError(f"{opened.path} has no codes of {name}, which its metadata names")
         tensors = {
             key: torch.empty(info.shape, dtype=info.dtype, device="meta")
             for key, info in own.items()
         }
-        layers[name] = _of_tensors(schemes[one["scheme"]], tensors)
-    refuse_misfits(layers, model, opened)
-    return Opened(layers, opened, report_of(said["report"]))
+        refuse_other_kind(name, one["kind"], model, opened)
+        layers[name] = _of_tensors(schemes[one["scheme"]], tensors, one, model.get_submodule(name))
+    linear = {n: one for n, one in layers.items() if isinstance(one, QuantizedLinear)}
+    refuse_misfits(linear, model, opened)
+    return Opened(layers, tuple(schemes), opened, report_of(said["report"]))
 
 
-def _of_tensors(scheme: QuantizationScheme, tensors: Mapping[str, torch.Tensor]) -> QuantizedLinear:
-    """Return a layer of its `state_dict`."""
+def _of_tensors(
+    scheme: QuantizationScheme,
+    tensors: Mapping[str, torch.Tensor],
+    said: Mapping[str, Any],
+    layer: torch.nn.Module,
+) -> torch.nn.Module:
+    """Return the quantized form of a layer, of its `state_dict`."""
+    if said["kind"] == "convolution":
+        return QuantizedConv(scheme, said["how"], dict(tensors))
+    if said["kind"] == "experts":
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            part, _, name = key.partition(".")
+            parts.setdefault(part, {})[name] = value
+        stacks = (StackedLinear(scheme, parts[name]) for name in ("gate_up_proj", "down_proj"))
+        return QuantizedExperts(layer, *stacks)
     around = {}
     for part in ("inputs", "restore"):
         found = {}
@@ -116,6 +141,26 @@ def _of_tensors(scheme: QuantizationScheme, tensors: Mapping[str, torch.Tensor])
     return QuantizedLinear(scheme, buffers, **around)
 
 
+def refuse_other_kind(name: str, kind: str, model: torch.nn.Module, opened: Checkpoint) -> None:
+    """Refuse a layer that the model does not have.
+
+    Raises:
+        CheckpointError: there is no such module, or it is of another kind.
+    """
+    there = dict(model.named_modules()).get(name)
+    of_kind = there is not None and {
+        "linear": isinstance(there, torch.nn.Linear),
+        "convolution": isinstance(there, torch.nn.modules.conv._ConvNd),
+        "experts": are_experts(there),
+    }.get(kind, False)
+    if not of_kind:
+        found = "no such module" if there is None else f"a {type(there).__name__}"
+        raise CheckpointError(
+            f"{opened.path} has a quantized layer {name!r} ({kind}), and the model has {found}"
+            " there"
+        )
+
+
 def refuse_misfits(
     layers: Mapping[str, QuantizedLinear], model: torch.nn.Module, opened: Checkpoint
 ) -> None:
@@ -125,16 +170,8 @@ def refuse_misfits(
         CheckpointError: one does not fit.
     """
     for name, layer in layers.items():
-        try:
-            there: Any = model.get_submodule(name)
-        except AttributeError:
-            there = None
-        if not isinstance(there, torch.nn.Linear):
-            found = "no such module" if there is None else f"a {type(there).__name__}"
-            raise CheckpointError(
-                f"{opened.path} has a quantized linear layer {name!r}, and the model has {found}"
-                " there"
-            )
+        refuse_other_kind(name, "linear", model, opened)
+        there: Any = model.get_submodule(name)
         sizes = (layer.out_features, layer.in_features)
         wanted = (there.out_features, there.in_features)
         if sizes != wanted:

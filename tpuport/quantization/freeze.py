@@ -1,6 +1,7 @@
 """Float layers to frozen ones, on the host."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,6 +10,8 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.name_patterns import matches, refuse_unmatched
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.quantization import duquant
+from tpuport.quantization.convolution import QuantizedConv, why_no_convolution
+from tpuport.quantization.experts import QuantizedExperts, are_experts, why_no_experts
 from tpuport.quantization.layer import QuantizedLinear
 from tpuport.quantization.rounding import round_weight
 from tpuport.quantization.scheme import QuantizationScheme
@@ -21,7 +24,7 @@ Found = Mapping[str, np.ndarray]
 
 def select(
     model: torch.nn.Module, scheme: QuantizationScheme, keep: Iterable[str]
-) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
+) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
     """Return the layers to quantize by name, and why each other module with weights is kept.
 
     Raises:
@@ -43,10 +46,10 @@ def select(
         reason = reason or _why_kept(name, module, scheme, users)
         if reason is not None:
             kept[name] = reason
-    layers: dict[str, torch.nn.Linear] = {n: m for n, m in modules.items() if n not in kept}  # pyright: ignore[reportAssignmentType]
+    layers = {name: module for name, module in modules.items() if name not in kept}
     if not layers:
         shown = "; ".join(f"{name or 'the model'}: {why}" for name, why in list(kept.items())[:4])
-        raise UsageError(f"no layer can be quantized: {shown or 'the model has no linear layer'}")
+        raise UsageError(f"no layer can be quantized: {shown or 'the model has no such layer'}")
     return layers, kept
 
 
@@ -54,16 +57,40 @@ def _why_kept(
     name: str, module: torch.nn.Module, scheme: QuantizationScheme, users: Mapping[int, list[str]]
 ) -> str | None:
     """Return why a module stays in float, or None."""
-    if type(module) is not torch.nn.Linear:
-        return f"a {type(module).__name__} is no plain torch.nn.Linear"
+    reason = _why_no_kind(module, scheme)
+    if reason is not None:
+        return reason
     if not name:
         return "the model is itself the layer; put it in a module"
-    others = [n for n in users[id(module.weight)] if n != f"{name}.weight"]
+    own = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)}
+    others = [n for p in module.parameters(recurse=False) for n in users[id(p)] if n not in own]
     if others:
         return f"its weight is {others[0]} too"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks, which see the float layer"
-    return _why_sizes_do_not_fit(module, scheme)
+    return None
+
+
+def _why_no_kind(module: torch.nn.Module, scheme: QuantizationScheme) -> str | None:
+    """Return why a module is of no kind that the scheme quantizes, or None."""
+    if type(module) is torch.nn.Linear:
+        return _why_sizes_do_not_fit(module, scheme)
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        return why_no_convolution(module, scheme)
+    if are_experts(module):
+        return why_no_experts(module, scheme)
+    if isinstance(module, torch.nn.Embedding):
+        return "rows of an embedding are looked up, not multiplied"
+    return f"a {type(module).__name__} is no plain torch.nn.Linear"
+
+
+def inputs_of(layer: torch.nn.Module) -> tuple[int, int]:
+    """Return the number of a layer's input features, and their dim in its input."""
+    given: Any = layer
+    if isinstance(layer, torch.nn.modules.conv._ConvNd):
+        return given.in_channels, -1 - len(given.stride)
+    weight = given.gate_up_proj if are_experts(layer) else given.weight
+    return weight.shape[-1], -1
 
 
 def _why_sizes_do_not_fit(module: torch.nn.Linear, scheme: QuantizationScheme) -> str | None:
@@ -83,9 +110,12 @@ def _why_sizes_do_not_fit(module: torch.nn.Linear, scheme: QuantizationScheme) -
 
 
 def transforms_of(
-    weight: torch.Tensor, scheme: QuantizationScheme, found: Found | None
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
 ) -> list[Transform]:
     """Return what the scheme does to a layer's input before it is rounded."""
+    if not isinstance(layer, torch.nn.Linear):
+        return []
+    weight = layer.weight.detach()
     if scheme.method == "hadamard":
         return [Rotate(hadamard(scheme.block)[None])]
     if scheme.method == "duquant" and scheme.basis == "svd":
@@ -114,11 +144,23 @@ def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> l
 
 @torch.no_grad()
 def freeze_layer(
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
+) -> torch.nn.Module:
+    """Return the frozen form of a layer."""
+    if isinstance(layer, torch.nn.Linear):
+        made = _freeze_linear(layer, scheme, found)
+    elif isinstance(layer, torch.nn.modules.conv._ConvNd):
+        made = QuantizedConv.of(layer, scheme, _input_scale(layer, scheme, found))
+    else:
+        made = QuantizedExperts.of(layer, scheme)
+    return made.train(layer.training)
+
+
+def _freeze_linear(
     layer: torch.nn.Linear, scheme: QuantizationScheme, found: Found | None
 ) -> QuantizedLinear:
-    """Return the frozen form of a layer."""
     weight = layer.weight.detach().float()
-    transforms = transforms_of(weight, scheme, found)
+    transforms = transforms_of(layer, scheme, found)
     for one in transforms:
         weight = one.of_weight(weight)
     restore = []
@@ -126,20 +168,30 @@ def freeze_layer(
         rotation = duquant.output_rotation(layer.weight.detach(), scheme)
         weight = rotation(weight.t()).t()
         restore = [rotation.inverse()]
-    scale = None
-    if scheme.is_static and weight.is_meta:
-        scale = weight.new_empty(weight.shape[1] if scheme.activations == "channel" else ())
-    elif scheme.is_static and found is not None:
-        if scheme.method == "smooth":
-            factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
-            found = {"low": found["low"] / factors, "high": found["high"] / factors}
-        scale = input_scale(found, scheme)
-    made = QuantizedLinear.of_codes(
+    if scheme.is_static and scheme.method == "smooth" and found is not None:
+        factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
+        found = {"low": found["low"] / factors, "high": found["high"] / factors}
+    return QuantizedLinear.of_codes(
         *(round_weight(weight, scheme), scheme, transforms, restore),
         bias=layer.bias,
-        input_scale=scale,
+        input_scale=_input_scale(layer, scheme, found),
     )
-    return made.train(layer.training)
+
+
+def _input_scale(
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
+) -> torch.Tensor | None:
+    if not scheme.is_static:
+        return None
+    if is_meta(layer):
+        size = inputs_of(layer)[0] if scheme.activations == "channel" else ()
+        return torch.empty(size, device="meta")
+    return None if found is None else input_scale(found, scheme)
+
+
+def is_meta(layer: torch.nn.Module) -> bool:
+    """Return whether a layer has shapes and no values."""
+    return any(one.is_meta for one in layer.parameters(recurse=False))
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,7 +220,7 @@ def freeze(
     scheme: QuantizationScheme,
     statistics: Statistics | None,
     keep: Iterable[str] = (),
-) -> tuple[torch.nn.Module, dict[str, QuantizedLinear], dict[str, str]]:
+) -> tuple[torch.nn.Module, dict[str, torch.nn.Module], dict[str, str]]:
     """Return a copy of a model with frozen layers, those layers, and why others are kept.
 
     Raises:
@@ -177,7 +229,7 @@ def freeze(
     layers, kept = select(model, scheme, keep)
     known = {} if statistics is None else statistics.layers
     for name in list(layers) if scheme.is_calibrated else ():
-        if layers[name].weight.is_meta:
+        if is_meta(layers[name]):
             continue
         if name not in known or not int(known[name]["calls"]):
             kept[name] = "no batch of the calibration reached it"

@@ -7,7 +7,7 @@ import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.quantization.product import pack, scaled_product
-from tpuport.quantization.rounding import Codes
+from tpuport.quantization.rounding import Codes, to_float8
 from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.quantization.transforms import Transform
 
@@ -43,7 +43,6 @@ class QuantizedLinear(torch.nn.Module):
         self.inputs, self.restore = torch.nn.Sequential(*inputs), torch.nn.Sequential(*restore)
         for name, value in buffers.items():
             self.register_buffer(name, value)
-        self.has_offset, self.has_bias = "offset" in buffers, "bias" in buffers
 
     @classmethod
     def of_codes(
@@ -96,47 +95,70 @@ class QuantizedLinear(torch.nn.Module):
             " only. What to do: name the layer in keep= of tpuport.quantize"
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, in the input's dtype."""
-        dtype, scheme = x.dtype, self.scheme
-        if scheme.activation_bits == 16:
-            # Rotations are float32; a product of bfloat16 rows with integer codes is exact.
-            moved = self.inputs(x.float()).to(dtype) if len(self.inputs) else x
-            y = self._product(moved)
-        else:
-            y = self._rounded(self.inputs(x.float()))
-        y = self.restore(y)
-        if self.has_bias:
-            y = y + self.bias.float()
-        return y.to(dtype)
-
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply codes or floats by the weight."""
-        y = scaled_product(x, self.codes, self.scale, self.scheme.weight_bits)
-        if self.has_offset:
-            sums = x.unflatten(-1, (self.scale.shape[0], -1)).float().sum(-1)
-            y = y - torch.matmul(sums, self.offset)
-        return y
-
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Round an input as the scheme says, and multiply."""
-        scheme = self.scheme
-        if scheme.activations == "channel":
-            # A scale of each term of the sum cannot be taken out of it: the product is of floats.
-            return self._product(_codes(x / self.input_scale) * self.input_scale)
-        if scheme.activations == "tensor":
-            return self._product(_codes(x / self.input_scale).to(torch.int8)) * self.input_scale
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        low, high = low * scheme.activation_clip, high * scheme.activation_clip
-        if scheme.activation_symmetric:
-            scale = (torch.maximum(high, -low) / 127).clamp_min(_LEAST)
-            return self._product(_codes(x / scale).to(torch.int8)) * scale
-        scale = ((high - low) / 255).clamp_min(_LEAST)
-        zero = torch.round(-low / scale) - 128
-        y = self._product(_codes(torch.round(x / scale) + zero).to(torch.int8))
-        return (y - zero * self.sums) * scale
+        return apply(
+            input, self.scheme, dict(self.named_buffers(recurse=False)), self.inputs, self.restore
+        )
 
 
-def _codes(x: torch.Tensor) -> torch.Tensor:
-    """Round to the integers of eight bits."""
-    return torch.clamp(torch.round(x), -128, 127)
+def apply(
+    x: torch.Tensor,
+    scheme: QuantizationScheme,
+    held: Mapping[str, torch.Tensor],
+    inputs: torch.nn.Sequential | None = None,
+    restore: torch.nn.Sequential | None = None,
+) -> torch.Tensor:
+    """Return the output of a quantized linear layer with these buffers, in the input's dtype."""
+    dtype = x.dtype
+    if scheme.activation_bits == 16:
+        # Rotations are float32; a product of bfloat16 rows with integer codes is exact.
+        moved = inputs(x.float()).to(dtype) if inputs else x
+        y = _product(moved, scheme, held)
+    else:
+        y = _rounded(x.float() if inputs is None else inputs(x.float()), scheme, held)
+    if restore is not None:
+        y = restore(y)
+    if "bias" in held:
+        y = y + held["bias"].float()
+    return y.to(dtype)
+
+
+def _product(
+    x: torch.Tensor, scheme: QuantizationScheme, held: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Multiply codes or floats by the weight."""
+    y = scaled_product(x, held["codes"], held["scale"], scheme.weight_bits)
+    if "offset" in held:
+        sums = x.unflatten(-1, (held["scale"].shape[0], -1)).float().sum(-1)
+        y = y - torch.matmul(sums, held["offset"])
+    return y
+
+
+def _rounded(
+    x: torch.Tensor, scheme: QuantizationScheme, held: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Round an input as the scheme says, and multiply."""
+    if scheme.activations == "channel":
+        # A scale of each term of the sum cannot be taken out of it: the product is of floats.
+        step = held["input_scale"]
+        return _product(input_codes(x / step, scheme).float() * step, scheme, held)
+    if scheme.activations == "tensor":
+        step = held["input_scale"]
+        return _product(input_codes(x / step, scheme), scheme, held) * step
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    low, high = low * scheme.activation_clip, high * scheme.activation_clip
+    if scheme.activation_symmetric:
+        step = (torch.maximum(high, -low) / scheme.input_limit).clamp_min(_LEAST)
+        return _product(input_codes(x / step, scheme), scheme, held) * step
+    step = ((high - low) / 255).clamp_min(_LEAST)
+    zero = torch.round(-low / step) - 128
+    y = _product(input_codes(torch.round(x / step) + zero, scheme), scheme, held)
+    return (y - zero * held["sums"]) * step
+
+
+def input_codes(x: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
+    """Round to the integers of eight bits, or to float8."""
+    if scheme.number == "float8":
+        return to_float8(x)
+    return torch.clamp(torch.round(x), -128, 127).to(torch.int8)

@@ -10,10 +10,11 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.model.convert import convert
 from tpuport.model.ported_model import PortedModel
-from tpuport.quantization.freeze import select, transforms_of, with_layers
+from tpuport.quantization.freeze import inputs_of, select, transforms_of, with_layers
 from tpuport.quantization.report import Deviation
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Observer, Statistics
+from tpuport.quantization.watched import watched
 from tpuport.sharding.shard import shard_like
 from tpuport.tracing.core.export import to_torch
 
@@ -27,17 +28,18 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def observe(
     model: torch.nn.Module,
-    layers: Mapping[str, torch.nn.Module],
+    watchers: Mapping[str, torch.nn.Module],
     batches: Iterable[Any],
     like: Any = None,
 ) -> tuple[dict[str, dict[str, np.ndarray]], list[Any]]:
-    """Run batches through a model with other layers; return those layers' buffers and all results.
+    """Run batches through a model with watched layers; return the watchers' buffers, and results.
 
     It runs on the mesh of `like`, if that is a port on one.
 
     Raises:
         UsageError: There are no batches.
     """
+    layers = {name: watched(model.get_submodule(name), one) for name, one in watchers.items()}
     ported = convert(with_layers(model, layers), verify=False)
     shard_like(ported, like)
     results = []
@@ -47,9 +49,9 @@ def observe(
     if not results:
         raise UsageError("calibration has no batches; each is the arguments of a call")
     values = ported.buffers
-    own = {name: dict(one.named_buffers(recurse=False)) for name, one in layers.items()}
+    own = {name: dict(one.named_buffers(recurse=False)) for name, one in watchers.items()}
     found = {
-        name: {key: np.asarray(values[f"{name}.{key}"]) for key in keys}
+        name: {key: np.asarray(values[f"{name}.watcher.{key}"]) for key in keys}
         for name, keys in own.items()
     }
     return found, results
@@ -81,8 +83,9 @@ def calibrate(
     observers = {}
     with torch.no_grad():
         for name, layer in layers.items():
-            transforms = transforms_of(layer.weight.detach(), scheme, None)
-            observers[name] = Observer(layer, torch.nn.Sequential(*transforms), scheme)
+            transforms = transforms_of(layer, scheme, None)
+            size, dim = inputs_of(layer)
+            observers[name] = Observer(size, torch.nn.Sequential(*transforms), scheme, dim)
     return Statistics(observe(model, observers, batches, given)[0])
 
 
@@ -99,22 +102,19 @@ def as_module(model: Any) -> torch.nn.Module:
     return model
 
 
-class ComparedLayer(torch.nn.Linear):
-    """A float layer that also sums how its frozen form differs on the same input."""
+class Comparison(torch.nn.Module):
+    """Sums how a layer's frozen form differs from it on the same input."""
 
-    def __init__(self, layer: torch.nn.Linear, frozen: torch.nn.Module) -> None:
-        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
+    def __init__(self, frozen: torch.nn.Module) -> None:
+        super().__init__()
         self.frozen = frozen
         self.register_buffer("sums", torch.zeros(4))
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the float layer's output."""
-        y = super().forward(input)
-        want, got = y.detach().float(), self.frozen(input).float()
+    def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        """Take in the float layer's output."""
+        want, got = y.detach().float(), self.frozen(*args).float()
         products = ((got - want) ** 2, want * want, got * got, want * got)
         self.sums = self.sums + torch.stack([one.sum() for one in products])
-        return y
 
 
 def deviation(sums: np.ndarray) -> Deviation:
@@ -145,11 +145,8 @@ def compare_layers(
     like: Any,
 ) -> tuple[dict[str, Deviation], list[Any]]:
     """Return each frozen layer's deviation on float inputs, and the float model's results."""
-    compared = {}
-    for name, one in frozen.items():
-        layer: Any = model.get_submodule(name)
-        compared[name] = ComparedLayer(layer, one)
-    found, results = observe(model, compared, batches, like)
+    watchers = {name: Comparison(one) for name, one in frozen.items()}
+    found, results = observe(model, watchers, batches, like)
     return {name: deviation(one["sums"]) for name, one in found.items()}, results
 
 

@@ -12,7 +12,6 @@ from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
 from tpuport.quantization.files import metadata_of, open_quantized
 from tpuport.quantization.freeze import freeze, with_layers
-from tpuport.quantization.layer import QuantizedLinear
 from tpuport.quantization.passes import (
     as_module,
     calibrate,
@@ -31,7 +30,7 @@ _ROUNDING_RTOL = 1e-2
 
 
 class QuantizedModel(PortedModel):
-    """A ported model whose linear layers hold integers.
+    """A ported model whose layers hold integers.
 
     `quantization` says which do, and how the results differ from float's.
     """
@@ -146,14 +145,15 @@ def _loaded(
         reports = (
             _layer_report(n, module.get_submodule(n), one, None) for n, one in layers.items()
         )
-        scheme = asdict(next(iter(layers.values())).scheme)
+        first: Any = next(iter(layers.values()))
+        scheme = asdict(first.scheme)
         kept = {
             name: "the checkpoint has it in float"
             for name, one in module.named_modules()
             if name not in layers and any(p.dim() > 1 for p in one.parameters(recurse=False))
         }
         report = QuantizationReport(scheme, tuple(reports), kept)
-    options = _options((one.scheme for one in layers.values()), verify, rtol)
+    options = _options(opened.schemes, verify, rtol)
     made = QuantizedModel(with_layers(module, layers), options, report)
     shard_like(made, model)
     made.load(opened.values)
@@ -161,8 +161,9 @@ def _loaded(
 
 
 def _layer_report(
-    name: str, layer: torch.nn.Module, frozen: QuantizedLinear, error: Deviation | None
+    name: str, layer: torch.nn.Module, frozen: torch.nn.Module, error: Deviation | None
 ) -> LayerReport:
-    weight = layer.get_parameter("weight")
+    weights = [one for one in layer.parameters(recurse=False) if one.dim() > 1]
+    before = sum(one.nbytes for one in weights)
     after = sum(b.nbytes for key, b in frozen.named_buffers() if key != "bias")
-    return LayerReport(name, (frozen.out_features, frozen.in_features), weight.nbytes, after, error)
+    return LayerReport(name, tuple(weights[0].shape), before, after, error)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpuport.foundation.reporting.markup import plural
+from tpuport.quantization.scheme import QuantizationScheme
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,14 @@ class LayerReport:
 
     Attributes:
         name: The layer.
-        shape: Output and input features.
+        shape: Of its weight: output and input features of a linear layer.
         bytes_before: Of its weight in float.
         bytes_after: Of all its buffers but the bias.
         deviation: On the calibration's inputs as the float model has them.
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     bytes_before: int
     bytes_after: int
     deviation: Deviation | None = None
@@ -49,7 +50,7 @@ class QuantizationReport:
         outputs: How the model's results on the calibration differ from float's.
     """
 
-    scheme: dict[str, object]
+    scheme: dict[str, Any]
     layers: tuple[LayerReport, ...]
     kept: dict[str, str] = field(default_factory=dict)
     outputs: Deviation | None = None
@@ -61,7 +62,7 @@ class QuantizationReport:
     def __str__(self) -> str:
         before = sum(one.bytes_before for one in self.layers)
         after = sum(one.bytes_after for one in self.layers)
-        name = f"w{self.scheme['weight_bits']}a{self.scheme['activation_bits']}"
+        name = QuantizationScheme(**self.scheme).name
         lines = [
             f"{plural(len(self.layers), 'layer')} in {name} ({self.scheme['method']}):"
             f" {before:,} bytes to {after:,}, {before / after:.2f} times less",

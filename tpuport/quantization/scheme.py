@@ -10,6 +10,8 @@ Method = Literal["round", "smooth", "hadamard", "duquant"]
 _METHODS = ("round", "smooth", "hadamard", "duquant")
 _ACTIVATIONS = ("token", "tensor", "channel")
 _ESTIMATORS = ("max", "percentile", "mse")
+# The largest number of float8 e4m3.
+FLOAT8_LIMIT = 448.0
 _NAME = re.compile(r"w([48])a(8|16)")
 
 
@@ -20,6 +22,7 @@ class QuantizationScheme:
     Attributes:
         weight_bits: 4 or 8.
         activation_bits: 8, or 16 for inputs that stay floats.
+        number: "int", or "float8" (e4m3) for weights and rounded inputs of eight bits.
         group: input features that share a weight's scale; None: one scale an output channel.
         symmetric: weights have no zero point.
         method: what is done before rounding: "round" (nothing), "smooth" (SmoothQuant),
@@ -58,6 +61,7 @@ class QuantizationScheme:
     strength: float = 0.5
     rotate_outputs: bool = False
     seed: int = 0
+    number: Literal["int", "float8"] = "int"
 
     def __post_init__(self) -> None:
         """Refuse what no layer can be."""
@@ -65,6 +69,7 @@ class QuantizationScheme:
             ("weight_bits", (4, 8)),
             ("activation_bits", (8, 16)),
             ("method", _METHODS),
+            ("number", ("int", "float8")),
             ("activations", _ACTIVATIONS),
             ("estimator", _ESTIMATORS),
             ("clip", ("max", "mse")),
@@ -73,6 +78,14 @@ class QuantizationScheme:
             if getattr(self, name) not in choices:
                 shown = ", ".join(map(repr, choices))
                 raise UsageError(f"{name} is one of {shown}; got {getattr(self, name)!r}")
+        if self.number == "float8" and not (
+            self.weight_bits == 8 and self.symmetric and self.activation_symmetric
+        ):
+            raise UsageError("number='float8' has eight bits and no zero points")
+        if self.number == "float8" and "mse" in (self.estimator, self.clip):
+            raise UsageError(
+                "'mse' is of steps of one size, and those of float8 are not; use 'max'"
+            )
         if self.group is not None and (self.group < 2 or self.group % 2):
             raise UsageError(f"group is an even number of input features; got {self.group!r}")
         if self.clip == "mse" and not self.symmetric:
@@ -102,8 +115,15 @@ class QuantizationScheme:
         return self.is_static or self.method == "smooth" or greedy
 
     @property
+    def input_limit(self) -> float:
+        """Return the largest code of a rounded input."""
+        return FLOAT8_LIMIT if self.number == "float8" else 127
+
+    @property
     def name(self) -> str:
         """Return the short name, such as `w4a8`."""
+        if self.number == "float8":
+            return "fp8" if self.activation_bits == 8 else "fp8a16"
         return f"w{self.weight_bits}a{self.activation_bits}"
 
 
@@ -115,9 +135,12 @@ def as_scheme(scheme: QuantizationScheme | str) -> QuantizationScheme:
     """
     if isinstance(scheme, QuantizationScheme):
         return scheme
+    if scheme == "fp8":
+        return QuantizationScheme(8, 8, number="float8")
     found = _NAME.fullmatch(scheme)
     if found is None:
         raise UsageError(
-            f"scheme is 'w8a8', 'w4a8', 'w4a16', 'w8a16' or a QuantizationScheme; got {scheme!r}"
+            "scheme is 'w8a8', 'w4a8', 'w4a16', 'w8a16', 'fp8' or a QuantizationScheme; got"
+            f" {scheme!r}"
         )
     return QuantizationScheme(int(found[1]), int(found[2]))

@@ -24,20 +24,17 @@ _MERGED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class Observer(torch.nn.Linear):
-    """A float layer that also collects statistics of its input, in buffers.
+class Observer(torch.nn.Module):
+    """Collects statistics of a layer's input, in buffers.
 
-    The buffers are results of the program: a call writes no state of Python. The weight has the
-    name that it has in the model, so that rules of sharding apply.
+    The buffers are results of the program: a call writes no state of Python.
     """
 
     def __init__(
-        self, layer: torch.nn.Linear, transforms: torch.nn.Module, scheme: QuantizationScheme
+        self, size: int, transforms: torch.nn.Module, scheme: QuantizationScheme, dim: int = -1
     ) -> None:
-        size = layer.in_features
-        super().__init__(size, layer.out_features, bias=False, device="meta")
-        self.weight, self.bias = layer.weight, layer.bias
-        self.transforms, self.scheme = transforms, scheme
+        super().__init__()
+        self.transforms, self.scheme, self.dim = transforms, scheme, dim
         self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
         self.register_buffer("low", torch.full((size,), torch.inf))
         self.register_buffer("high", torch.full((size,), -torch.inf))
@@ -45,13 +42,11 @@ class Observer(torch.nn.Linear):
         self.register_buffer("histogram", torch.zeros(NUM_BINS, dtype=torch.int32))
         self.register_buffer("rows", torch.zeros(_NUM_ROWS, size))
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return the float layer's output."""
-        self._observe(input)
-        return super().forward(input)
-
-    def _observe(self, x: torch.Tensor) -> None:
-        rows = self.transforms(x.detach().float()).flatten(0, -2)
+    def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        """Take in the rows of a call."""
+        del y
+        x = args[0].detach().float().movedim(self.dim, -1)
+        rows = self.transforms(x).flatten(0, -2)
         self.calls = self.calls + 1
         self.low = torch.minimum(self.low, rows.amin(0))
         self.high = torch.maximum(self.high, rows.amax(0))
@@ -123,9 +118,9 @@ def input_scale(found: Mapping[str, np.ndarray], scheme: QuantizationScheme) -> 
     peaks = np.maximum(np.abs(found["low"]), np.abs(found["high"]))
     if scheme.activations == "channel":
         peaks = found["quantile"] if scheme.estimator == "percentile" else peaks
-        return torch.from_numpy(peaks / 127).float().clamp_min(1e-6)
+        return torch.from_numpy(peaks / scheme.input_limit).float().clamp_min(1e-6)
     if scheme.estimator == "max":
-        return torch.tensor(float(peaks.max()) / 127).clamp_min(1e-6)
+        return torch.tensor(float(peaks.max()) / scheme.input_limit).clamp_min(1e-6)
     counts = found["histogram"].astype(np.float64)
     edges = 2.0 ** ((np.arange(NUM_BINS) + 1) / _AN_OCTAVE + _LOWEST)
     if scheme.estimator == "percentile":
@@ -133,7 +128,7 @@ def input_scale(found: Mapping[str, np.ndarray], scheme: QuantizationScheme) -> 
         limit = edges[int(np.searchsorted(np.cumsum(counts), wanted))]
     else:
         limit = _least_error(counts, edges, float(peaks.max()))
-    return torch.tensor(min(limit, float(peaks.max())) / 127).clamp_min(1e-6)
+    return torch.tensor(min(limit, float(peaks.max())) / scheme.input_limit).clamp_min(1e-6)
 
 
 def _least_error(counts: np.ndarray, edges: np.ndarray, peak: float) -> float:
