@@ -124,6 +124,21 @@ def awq() -> Any:
     return write, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
 
 
+def compressed_float(**inputs: Any) -> Any:
+    """Return a writer of compressed-tensors with weights of float8, and inputs if they are said."""
+
+    def write(name: str, layer: torch.nn.Linear) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        codes = (torch.randn(layer.weight.shape) * 100).to(torch.float8_e4m3fn)
+        scale = torch.rand(layer.out_features, 1) * 0.001 + 0.001
+        tensors = {"weight": codes, "weight_scale": scale}
+        return {f"{name}.{key}": value for key, value in tensors.items()}, codes.float() * scale
+
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+    said = {"num_bits": 8, "type": "float", "symmetric": True, **inputs} if inputs else None
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": said}}
+    return write, {"quant_method": "compressed-tensors", "config_groups": groups}
+
+
 def compressed(bits: int, *, zeros: bool = False, **inputs: Any) -> Any:
     """Return a writer of compressed-tensors: int4 packed by groups, int8 plain by channel."""
     group = 32 if bits == 4 else None
@@ -159,6 +174,8 @@ FORMATS: dict[str, Any] = {
     "w4a16-zeros": compressed(4, zeros=True),
     "w4a8": compressed(4, dynamic=True, strategy="token"),
     "w8a8": compressed(8, dynamic=True, strategy="token"),
+    "fp8a16": compressed_float(),
+    "fp8a8": compressed_float(dynamic=True, strategy="token"),
     "w8a8-static": compressed(8, dynamic=False, strategy="tensor"),
 }
 
@@ -186,6 +203,8 @@ def rounded(x: torch.Tensor, name: str) -> torch.Tensor:
     if "a8" not in name:
         return x
     peaks = x.abs().amax(-1, keepdim=True)
+    if name == "fp8a8":
+        return (x / (peaks / 448)).to(torch.float8_e4m3fn).float() * (peaks / 448)
     step = torch.tensor(0.03) if name == "w8a8-static" else peaks / 127.5
     return torch.clamp(torch.round(x / step), -128, 127) * step
 
@@ -261,7 +280,7 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
     path = tmp_path / "model.safetensors"
     tpuport.save_checkpoint(path, tpuport.quantize(Small(), "w4a16"))
     with pytest.raises(
-        CheckpointError, match="layer 'up' .linear., and the model has no such module"
+        CheckpointError, match=r"layer 'up' \(linear\), and the model has no such module"
     ):
         tpuport.quantize(torch.nn.Sequential(torch.nn.Linear(64, 64)), checkpoint=path)
     other = meta()

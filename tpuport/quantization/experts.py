@@ -25,6 +25,11 @@ class StackedLinear(torch.nn.Module):
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
+    @property
+    def stacked_buffers(self) -> tuple[str, ...]:
+        """Return the names of all buffers: presets shard them by expert."""
+        return tuple(self._buffers)
+
     @classmethod
     def of(cls, weight: torch.Tensor, scheme: QuantizationScheme) -> "StackedLinear":
         """Return the frozen form of `[experts, out, in]`."""

@@ -166,7 +166,7 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
     group = _group_of(part, config)
     weights = group["weights"]
     bits, kind = weights["num_bits"], weights.get("type", "int")
-    if bits not in (4, 8) or kind != "int":
+    if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise part.refuse(f"weights of {bits} bits ({kind})")
     if weights.get("strategy") not in ("tensor", "channel", "group"):
         raise part.refuse(f"scales by {weights.get('strategy')!r}")
@@ -185,23 +185,25 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
     if zero is not None and not zero.any():
         zero = None
     order = _by_group(part.optional("weight_g_idx"), scale.shape[0])
-    inputs, input_scale = _inputs(part, group.get("input_activations"))
+    inputs, input_scale = _inputs(part, group.get("input_activations"), kind)
     return _StoredLayer(bits, codes, scale, zero, order, inputs, input_scale)
 
 
-def _inputs(part: _Part, said: Config | None) -> tuple[Config, torch.Tensor | None]:
+def _inputs(part: _Part, said: Config | None, of_weight: str) -> tuple[Config, torch.Tensor | None]:
     """Return the scheme of a layer's inputs, and their calibrated scale."""
+    number = {"number": "float8"} if of_weight == "float" else {}
     if said is None:
-        return {"activation_bits": 16}, None
+        return {"activation_bits": 16, **number}, None
     bits, kind = said["num_bits"], said.get("type", "int")
-    if bits != 8 or kind != "int" or not said.get("symmetric", True):
+    if bits != 8 or kind != of_weight or not said.get("symmetric", True):
         raise part.refuse(f"inputs of {bits} bits ({kind}, symmetric={said.get('symmetric')})")
     if said.get("dynamic") is True and said.get("strategy") == "token":
-        return {"activation_bits": 8, "activation_clip": _HALF_RANGE}, None
+        clip = {} if number else {"activation_clip": _HALF_RANGE}
+        return {"activation_bits": 8, **clip, **number}, None
     if not said.get("dynamic") and said.get("strategy") == "tensor":
         part.optional("input_zero_point")
         scale = part("input_scale").float().reshape(())
-        return {"activation_bits": 8, "activations": "tensor"}, scale
+        return {"activation_bits": 8, "activations": "tensor", **number}, scale
     raise part.refuse(
         f"scales of inputs by {said.get('strategy')!r}, dynamic={said.get('dynamic')}"
     )

@@ -123,6 +123,8 @@ def uses_of(module: torch.nn.Module) -> dict[str, Use]:
             name = path.rpartition(".")[2]
             found = _use(fqn, name, owner, owner.get_buffer(name), layers.get(fqn))
             uses[path] = replace(found, out_dim=out_dim, in_dim=in_dim)
+        for name in _stacked(owner):
+            uses[f"{fqn}.{name}"] = Use(LayerRole.EXPERTS, "experts in one buffer")
     for fqn, parent in module.named_modules():
         uses |= _norms_of(fqn, parent, layers)
     return uses
@@ -130,7 +132,16 @@ def uses_of(module: torch.nn.Module) -> dict[str, Use]:
 
 def packed_weights(module: torch.nn.Module) -> set[str]:
     """Return the fqns of the buffers that hold weights of packed layers."""
-    return {name for fqn, one in module.named_modules() for name in _packed(fqn, one)}
+    return {
+        name
+        for fqn, one in module.named_modules()
+        for name in (*_packed(fqn, one), *(f"{fqn}.{name}" for name in _stacked(one)))
+    }
+
+
+def _stacked(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the buffers of a module that hold one part an expert."""
+    return getattr(module, "stacked_buffers", ())
 
 
 def _packed(fqn: str, module: torch.nn.Module) -> dict[str, tuple[int, int]]:
@@ -343,7 +354,7 @@ def _use(
     parameter: torch.Tensor,
     layer: Layer | None,
 ) -> Use:
-    if _EXPERTS.search(fqn) and parameter.ndim == 3:
+    if _EXPERTS.search(fqn) and parameter.ndim == 3 and not isinstance(owner, PackedLinear):
         return Use(LayerRole.EXPERTS, f"{parameter.shape[0]} experts in one parameter")
     one = re.search(r"(^|\.)\w*experts\.\d+(\.|$)", fqn) is not None
     if layer is not None:
