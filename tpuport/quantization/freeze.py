@@ -11,6 +11,7 @@ from tpuport.foundation.interop.name_patterns import matches, refuse_unmatched
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.quantization import duquant
 from tpuport.quantization.convolution import QuantizedConv, why_no_convolution
+from tpuport.quantization.error_feedback import awq, gptq
 from tpuport.quantization.experts import QuantizedExperts, are_experts, why_no_experts
 from tpuport.quantization.layer import QuantizedLinear
 from tpuport.quantization.rounding import round_weight
@@ -120,7 +121,7 @@ def transforms_of(
         return [Rotate(hadamard(scheme.block)[None])]
     if scheme.method == "duquant" and scheme.basis == "svd":
         return duquant.from_weight(weight, scheme)
-    if scheme.method == "round":
+    if scheme.method in ("round", "gptq"):
         return []
     if weight.is_meta:
         return _shapes_of_calibrated(weight, scheme)
@@ -128,6 +129,9 @@ def transforms_of(
         return []
     if scheme.method == "duquant":
         return list(duquant.from_inputs(torch.from_numpy(found["rows"].copy()), scheme))
+    if scheme.method == "awq":
+        gram, sizes = (torch.from_numpy(found[key].copy()) for key in ("gram", "sizes"))
+        return [Divide(awq(weight.float(), gram, sizes, scheme))]
     peaks = torch.from_numpy(np.maximum(np.abs(found["low"]), np.abs(found["high"])))
     of_weight = weight.float().abs().amax(0).clamp_min(_LEAST)
     factors = peaks.clamp_min(_LEAST) ** scheme.strength / of_weight ** (1 - scheme.strength)
@@ -137,7 +141,7 @@ def transforms_of(
 def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> list[Transform]:
     """Return what calibration would give a layer on the meta device."""
     per_channel, block = weight[0], weight.new_empty(1, scheme.block, scheme.block)
-    if scheme.method == "smooth":
+    if scheme.method in ("smooth", "awq"):
         return [Divide(per_channel)]
     return [Rotate(block), Permute(per_channel), Rotate(block)]
 
@@ -168,11 +172,15 @@ def _freeze_linear(
         rotation = duquant.output_rotation(layer.weight.detach(), scheme)
         weight = rotation(weight.t()).t()
         restore = [rotation.inverse()]
-    if scheme.is_static and scheme.method == "smooth" and found is not None:
+    if scheme.is_static and scheme.method in ("smooth", "awq") and found is not None:
         factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
         found = {"low": found["low"] / factors, "high": found["high"] / factors}
+    if scheme.method == "gptq" and found is not None and not weight.is_meta:
+        codes = gptq(weight, torch.from_numpy(found["gram"].copy()), scheme)
+    else:
+        codes = round_weight(weight, scheme)
     return QuantizedLinear.of_codes(
-        *(round_weight(weight, scheme), scheme, transforms, restore),
+        *(codes, scheme, transforms, restore),
         bias=layer.bias,
         input_scale=_input_scale(layer, scheme, found),
     )

@@ -1,6 +1,7 @@
 """Passes over batches: a model whose layers collect numbers, as one jitted program."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.model.convert import convert
 from tpuport.model.ported_model import PortedModel
+from tpuport.quantization.convolution import QuantizedConv
 from tpuport.quantization.freeze import inputs_of, select, transforms_of, with_layers
 from tpuport.quantization.report import Deviation
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
@@ -109,12 +111,26 @@ class Comparison(torch.nn.Module):
         super().__init__()
         self.frozen = frozen
         self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("peaks", torch.zeros(3))
 
     def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         """Take in the float layer's output."""
         want, got = y.detach().float(), self.frozen(*args).float()
         products = ((got - want) ** 2, want * want, got * got, want * got)
         self.sums = self.sums + torch.stack([one.sum() for one in products])
+        x = args[0].detach().float()
+        x = x.flatten(1) if isinstance(self.frozen, QuantizedConv) else x
+        before = _peaks(x)
+        moved = getattr(self.frozen, "inputs", None)
+        after = _peaks(moved(x)) if moved else before
+        count = torch.tensor(float(before.numel()))
+        self.peaks = self.peaks + torch.stack([before.sum(), after.sum(), count])
+
+
+def _peaks(x: torch.Tensor) -> torch.Tensor:
+    """Return of each row the largest value over the root mean square."""
+    size = (x * x).mean(-1).sqrt()
+    return x.abs().amax(-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def deviation(sums: np.ndarray) -> Deviation:
@@ -138,16 +154,33 @@ def _floats(results: Any) -> list[np.ndarray]:
     return [leaf.double().numpy() for leaf in floating]
 
 
+@dataclass(frozen=True)
+class Compared:
+    """How a frozen layer differs from its float form, and the outliers of its input.
+
+    `outliers` are the mean of all rows' largest value over their root mean square, before and
+    after the transforms.
+    """
+
+    deviation: Deviation
+    outliers: tuple[float, float]
+
+
 def compare_layers(
     model: torch.nn.Module,
     frozen: Mapping[str, torch.nn.Module],
     batches: Iterable[Any],
     like: Any,
-) -> tuple[dict[str, Deviation], list[Any]]:
-    """Return each frozen layer's deviation on float inputs, and the float model's results."""
+) -> tuple[dict[str, Compared], list[Any]]:
+    """Compare each frozen layer on float inputs; return that, and the float model's results."""
     watchers = {name: Comparison(one) for name, one in frozen.items()}
     found, results = observe(model, watchers, batches, like)
-    return {name: deviation(one["sums"]) for name, one in found.items()}, results
+    compared = {}
+    for name, one in found.items():
+        before, after, count = (float(x) for x in one["peaks"])
+        count = max(count, 1.0)
+        compared[name] = Compared(deviation(one["sums"]), (before / count, after / count))
+    return compared, results
 
 
 def results_of(ported: PortedModel, batches: Iterable[Any]) -> list[Any]:

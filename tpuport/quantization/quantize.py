@@ -1,7 +1,7 @@
 """`tpuport.quantize`: calibrate, freeze, and port what serves."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.quantization.files import metadata_of, open_quantized
 from tpuport.quantization.freeze import freeze, with_layers
 from tpuport.quantization.passes import (
+    Compared,
     as_module,
     calibrate,
     compare_layers,
     deviation_of,
     results_of,
 )
-from tpuport.quantization.report import Deviation, LayerReport, QuantizationReport
+from tpuport.quantization.report import LayerReport, QuantizationReport
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Statistics
 from tpuport.sharding.shard import shard_like
@@ -102,7 +103,7 @@ def quantize(
         if scheme.is_calibrated:
             statistics = calibrate(model, scheme, batches, keep=keep)
     frozen, layers, kept = freeze(module, scheme, statistics, keep)
-    errors: dict[str, Deviation] = {}
+    errors: dict[str, Compared] = {}
     wanted: list[Any] = []
     if batches:
         errors, wanted = compare_layers(module, layers, batches, model)
@@ -161,9 +162,12 @@ def _loaded(
 
 
 def _layer_report(
-    name: str, layer: torch.nn.Module, frozen: torch.nn.Module, error: Deviation | None
+    name: str, layer: torch.nn.Module, frozen: torch.nn.Module, error: Compared | None
 ) -> LayerReport:
     weights = [one for one in layer.parameters(recurse=False) if one.dim() > 1]
     before = sum(one.nbytes for one in weights)
     after = sum(b.nbytes for key, b in frozen.named_buffers() if key != "bias")
-    return LayerReport(name, tuple(weights[0].shape), before, after, error)
+    made = LayerReport(name, tuple(weights[0].shape), before, after)
+    if error is None:
+        return made
+    return replace(made, deviation=error.deviation, outliers=error.outliers)

@@ -33,6 +33,15 @@ class Codes:
         return (shifted * self.scale[..., None]).transpose(0, 1).flatten(1)
 
 
+def round_with(weight: torch.Tensor, found: Codes, scheme: QuantizationScheme) -> Codes:
+    """Round a weight `[out, columns]` with the scales and zero points of one group of codes."""
+    least, most = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
+    values = torch.round(weight[None] / found.scale[..., None])
+    if found.zero is not None:
+        values = values + found.zero[..., None]
+    return Codes(torch.clamp(values, least, most), found.scale, found.zero)
+
+
 def to_float8(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest number of float8 e4m3, the largest at most: beyond it is no infinity."""
     return torch.clamp(x, -FLOAT8_LIMIT, FLOAT8_LIMIT).to(torch.float8_e4m3fn)

@@ -1,13 +1,14 @@
 """How a model is quantized."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from tpuport.foundation.errors import UsageError
 
-Method = Literal["round", "smooth", "hadamard", "duquant"]
-_METHODS = ("round", "smooth", "hadamard", "duquant")
+Method = Literal["round", "smooth", "hadamard", "duquant", "gptq", "awq"]
+_METHODS = ("round", "smooth", "hadamard", "duquant", "gptq", "awq")
 _ACTIVATIONS = ("token", "tensor", "channel")
 _ESTIMATORS = ("max", "percentile", "mse")
 # The largest number of float8 e4m3.
@@ -26,7 +27,9 @@ class QuantizationScheme:
         group: input features that share a weight's scale; None: one scale an output channel.
         symmetric: weights have no zero point.
         method: what is done before rounding: "round" (nothing), "smooth" (SmoothQuant),
-            "hadamard" (rotations by blocks), or "duquant" (permutation and rotations).
+            "hadamard" (rotations by blocks), "duquant" (permutation and rotations), "gptq" (columns
+            make up for the rounding of those before), or "awq" (weights of large inputs are scaled
+            up, by searched factors).
         activations: scales of the inputs: by "token" (found in each call), by "tensor" (one, from
             calibration), or by "channel" (from calibration; the products are then of floats).
         activation_symmetric: inputs by token have no zero point.
@@ -78,30 +81,48 @@ class QuantizationScheme:
             if getattr(self, name) not in choices:
                 shown = ", ".join(map(repr, choices))
                 raise UsageError(f"{name} is one of {shown}; got {getattr(self, name)!r}")
-        if self.number == "float8" and not (
-            self.weight_bits == 8 and self.symmetric and self.activation_symmetric
-        ):
-            raise UsageError("number='float8' has eight bits and no zero points")
-        if self.number == "float8" and "mse" in (self.estimator, self.clip):
-            raise UsageError(
-                "'mse' is of steps of one size, and those of float8 are not; use 'max'"
-            )
-        if self.group is not None and (self.group < 2 or self.group % 2):
-            raise UsageError(f"group is an even number of input features; got {self.group!r}")
-        if self.clip == "mse" and not self.symmetric:
-            raise UsageError("clip='mse' searches symmetric scales; with symmetric=False use 'max'")
-        if self.is_static and self.method == "smooth" and self.estimator != "max":
-            raise UsageError(
-                f"estimator={self.estimator!r} would be of inputs before SmoothQuant scales them;"
-                " use estimator='max' or activations='token'"
-            )
-        if self.is_static and self.method == "duquant" and self.basis == "greedy":
-            raise UsageError(
-                "the greedy rotations are made from calibrated inputs, so what they give has no"
-                " calibrated range; use activations='token', as the paper does, or basis='svd'"
-            )
-        if self.activations == "channel" and self.estimator == "mse":
-            raise UsageError("estimator='mse' is of a tensor; by channel use 'max' or 'percentile'")
+        for refused, message in self._refusals():
+            if refused:
+                raise UsageError(message)
+
+    def _refusals(self) -> Iterator[tuple[bool, str]]:
+        """Yield what does not go together, and why."""
+        zeros = not self.symmetric or not self.activation_symmetric
+        of_floats, scaled = self.number == "float8", self.method in ("smooth", "awq")
+        yield (
+            of_floats and (zeros or self.weight_bits != 8),
+            "number='float8' has eight bits and no zero points",
+        )
+        yield (
+            of_floats and "mse" in (self.estimator, self.clip),
+            "'mse' is of steps of one size, and those of float8 are not; use 'max'",
+        )
+        yield (
+            of_floats and self.method == "gptq",
+            "method='gptq' rounds to integers; with number='float8' use another",
+        )
+        yield (
+            self.group is not None and (self.group < 2 or self.group % 2 == 1),
+            f"group is an even number of input features; got {self.group!r}",
+        )
+        yield (
+            self.clip == "mse" and not self.symmetric,
+            "clip='mse' searches symmetric scales; with symmetric=False use 'max'",
+        )
+        yield (
+            self.is_static and scaled and self.estimator != "max",
+            f"estimator={self.estimator!r} would be of inputs before {self.method} scales them;"
+            " use estimator='max' or activations='token'",
+        )
+        yield (
+            self.is_static and self.method == "duquant" and self.basis == "greedy",
+            "the greedy rotations are made from calibrated inputs, so what they give has no"
+            " calibrated range; use activations='token', as the paper does, or basis='svd'",
+        )
+        yield (
+            self.activations == "channel" and self.estimator == "mse",
+            "estimator='mse' is of a tensor; by channel use 'max' or 'percentile'",
+        )
 
     @property
     def is_static(self) -> bool:
@@ -112,7 +133,12 @@ class QuantizationScheme:
     def is_calibrated(self) -> bool:
         """Return whether freezing needs statistics."""
         greedy = self.method == "duquant" and self.basis == "greedy"
-        return self.is_static or self.method == "smooth" or greedy
+        return self.is_static or self.method in ("smooth", "gptq", "awq") or greedy
+
+    @property
+    def takes_outputs(self) -> bool:
+        """Return whether weights are rounded for the least error of outputs on real inputs."""
+        return self.method in ("gptq", "awq")
 
     @property
     def input_limit(self) -> float:

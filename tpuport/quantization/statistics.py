@@ -20,7 +20,7 @@ _CANDIDATES = 64
 _SUMS: Callable[..., Any] = np.add
 _MERGED: dict[str, Callable[..., Any]] = {
     "low": np.minimum, "high": np.maximum, "quantile": np.maximum,
-    "histogram": _SUMS, "calls": _SUMS,
+    "histogram": _SUMS, "calls": _SUMS, "gram": _SUMS, "sizes": _SUMS,
 }  # fmt: skip
 
 
@@ -41,6 +41,9 @@ class Observer(torch.nn.Module):
         self.register_buffer("quantile", torch.zeros(size))
         self.register_buffer("histogram", torch.zeros(NUM_BINS, dtype=torch.int32))
         self.register_buffer("rows", torch.zeros(_NUM_ROWS, size))
+        if scheme.takes_outputs:
+            self.register_buffer("gram", torch.zeros(size, size))
+            self.register_buffer("sizes", torch.zeros(size))
 
     def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         """Take in the rows of a call."""
@@ -50,6 +53,9 @@ class Observer(torch.nn.Module):
         self.calls = self.calls + 1
         self.low = torch.minimum(self.low, rows.amin(0))
         self.high = torch.maximum(self.high, rows.amax(0))
+        if self.scheme.takes_outputs:
+            self.gram = self.gram + rows.t() @ rows
+            self.sizes = self.sizes + rows.abs().sum(0)
         if self.scheme.is_static and self.scheme.activations == "channel":
             found = torch.quantile(rows.abs(), self.scheme.percentile / 100, dim=0)
             self.quantile = torch.maximum(self.quantile, found)
