@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.quantization.layer import input_codes
+from tpuport.quantization.layer import FrozenLayer, input_codes
 from tpuport.quantization.product import pack
 from tpuport.quantization.rounding import round_weight
 from tpuport.quantization.scheme import QuantizationScheme
@@ -86,7 +86,7 @@ def lower_code_convolution(
     return y.astype(jnp.float32)
 
 
-class QuantizedConv(torch.nn.Module):
+class QuantizedConv(FrozenLayer):
     """A frozen convolution: a pure function of its buffers and its input.
 
     Buffers: `codes`, `scale` by output channel, and where there are any `input_scale` and `bias`.

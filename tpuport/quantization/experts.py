@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tpuport.quantization.layer import QuantizedLinear, apply
+from tpuport.quantization.layer import FrozenLayer, QuantizedLinear, apply
 from tpuport.quantization.rounding import round_weight
 from tpuport.quantization.scheme import QuantizationScheme
 
@@ -46,7 +46,7 @@ class StackedLinear(torch.nn.Module):
         return apply(x, self.scheme, held)
 
 
-class QuantizedExperts(torch.nn.Module):
+class QuantizedExperts(FrozenLayer):
     """Experts with a gate; each computes all tokens, and a token takes those of its routing."""
 
     def __init__(

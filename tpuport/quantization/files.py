@@ -16,7 +16,7 @@ import torch
 from tpuport.foundation.errors import CheckpointError
 from tpuport.quantization.convolution import QuantizedConv
 from tpuport.quantization.experts import QuantizedExperts, StackedLinear, are_experts
-from tpuport.quantization.layer import QuantizedLinear
+from tpuport.quantization.layer import FrozenLayer, QuantizedLinear
 from tpuport.quantization.published import config_of, read_published
 from tpuport.quantization.report import QuantizationReport, report_of
 from tpuport.quantization.scheme import QuantizationScheme
@@ -86,6 +86,8 @@ def open_quantized(source: str | Path | Checkpoint, model: torch.nn.Module) -> O
         )
     layers, values = read_published(opened, config, model)
     refuse_misfits(layers, model, opened)
+    for name, one in layers.items():
+        one.instead_of(model.get_submodule(name))
     return Opened(layers, tuple(one.scheme for one in layers.values()), values, None)
 
 
@@ -107,7 +109,8 @@ def _own(opened: Checkpoint, model: torch.nn.Module) -> Opened:
             for key, info in own.items()
         }
         refuse_other_kind(name, one["kind"], model, opened)
-        layers[name] = _of_tensors(schemes[one["scheme"]], tensors, one, model.get_submodule(name))
+        there = model.get_submodule(name)
+        layers[name] = _of_tensors(schemes[one["scheme"]], tensors, one, there).instead_of(there)
     linear = {n: one for n, one in layers.items() if isinstance(one, QuantizedLinear)}
     refuse_misfits(linear, model, opened)
     return Opened(layers, tuple(schemes), opened, report_of(said["report"]))
@@ -118,7 +121,7 @@ def _of_tensors(
     tensors: Mapping[str, torch.Tensor],
     said: Mapping[str, Any],
     layer: torch.nn.Module,
-) -> torch.nn.Module:
+) -> FrozenLayer:
     """Return the quantized form of a layer, of its `state_dict`."""
     if said["kind"] == "convolution":
         return QuantizedConv(scheme, said["how"], dict(tensors))

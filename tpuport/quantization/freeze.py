@@ -13,7 +13,7 @@ from tpuport.quantization import duquant
 from tpuport.quantization.convolution import QuantizedConv, why_no_convolution
 from tpuport.quantization.error_feedback import awq, gptq
 from tpuport.quantization.experts import QuantizedExperts, are_experts, why_no_experts
-from tpuport.quantization.layer import QuantizedLinear
+from tpuport.quantization.layer import FrozenLayer, QuantizedLinear
 from tpuport.quantization.rounding import round_weight
 from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.quantization.statistics import Statistics, input_scale
@@ -149,15 +149,16 @@ def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> l
 @torch.no_grad()
 def freeze_layer(
     layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
-) -> torch.nn.Module:
+) -> FrozenLayer:
     """Return the frozen form of a layer."""
+    made: FrozenLayer
     if isinstance(layer, torch.nn.Linear):
         made = _freeze_linear(layer, scheme, found)
     elif isinstance(layer, torch.nn.modules.conv._ConvNd):
         made = QuantizedConv.of(layer, scheme, _input_scale(layer, scheme, found))
     else:
         made = QuantizedExperts.of(layer, scheme)
-    return made.train(layer.training)
+    return made.instead_of(layer)
 
 
 def _freeze_linear(

@@ -1,7 +1,7 @@
 """A linear layer as it is served: integer codes and scales in, no state written."""
 
 from collections.abc import Iterable, Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -14,7 +14,55 @@ from tpuport.quantization.transforms import Transform
 _LEAST = 1e-5
 
 
-class QuantizedLinear(torch.nn.Module):
+class NoWeightError(UsageError, AttributeError):
+    """Code asked a quantized layer's weight for more than its dtype and shape."""
+
+
+class NoWeight:
+    """Stands for the float weight that a frozen layer has not: its dtype and shape can be read."""
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse all else.
+
+        Raises:
+            NoWeightError: Always; code that computes with it would compute with something else.
+        """
+        raise NoWeightError(
+            f"code outside of a quantized layer reads its weight (.{name}), and it holds integer"
+            " codes only. What to do: name the layer in keep= of tpuport.quantize"
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be given to a function of torch.
+
+        Raises:
+            NoWeightError: Always.
+        """
+        return getattr(self, getattr(func, "__name__", "weight"))
+
+
+class FrozenLayer(torch.nn.Module):
+    """A layer whose weight is in codes; models may ask for the dtype that it had."""
+
+    _of_weight: tuple[torch.dtype, torch.Size] = torch.float32, torch.Size()
+
+    @property
+    def weight(self) -> Any:
+        """Return what stands for the float weight."""
+        return NoWeight(*self._of_weight)
+
+    def instead_of(self, layer: torch.nn.Module) -> Self:
+        """Take mode and the weight's dtype and shape from the layer that this one replaces."""
+        weight = layer._parameters.get("weight")
+        if weight is not None:
+            self._of_weight = weight.dtype, weight.shape
+        return self.train(layer.training)
+
+
+class QuantizedLinear(FrozenLayer):
     """A frozen linear layer: a pure function of its buffers and its input.
 
     Buffers: `codes`, `scale`; and where the scheme has them `offset` (zero points times scales),
@@ -82,18 +130,6 @@ class QuantizedLinear(torch.nn.Module):
         dims = {"scale": (1, 0), "offset": (1, 0), "sums": (0, 0), "bias": (0, 0)}
         dims["codes"] = (1, 2 if self.codes.shape[0] == 1 else 0)
         return {name: one for name, one in dims.items() if name in self._buffers}
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """Refuse to be read: there is no float weight.
-
-        Raises:
-            UsageError: Always; code that reads it would compute with something else.
-        """
-        raise UsageError(
-            "code outside of a quantized linear layer reads its weight, and it holds integer codes"
-            " only. What to do: name the layer in keep= of tpuport.quantize"
-        )
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, in the input's dtype."""

@@ -27,6 +27,11 @@ class WatchedLayer(torch.nn.Module):
         super().__init__()
         self.layer, self.watcher = layer, watcher
 
+    @property
+    def weight(self) -> Any:
+        """Return the float layer's weight, whose dtype a model may ask for."""
+        return self.layer.weight
+
     def forward(self, *args: Any) -> Any:
         """Return the float layer's output."""
         y = self.layer(*args)
