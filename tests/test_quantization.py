@@ -1,6 +1,7 @@
 """Quantized models: eager PyTorch of the frozen module is the judge, and plain numpy of errors."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -193,7 +194,7 @@ def test_code_that_reads_a_weight_is_told_what_to_do():
             return F.linear(x, self.up.weight)
 
     quantized = tpuport.quantize(Reads(), "w8a16")
-    stands_in = quantized.to_torch().up.weight
+    stands_in: Any = quantized.to_torch().get_submodule("up").weight
     assert (stands_in.dtype, tuple(stands_in.shape)) == (torch.float32, (128, 64))
     with pytest.raises(UsageError, match="name the layer in keep="):
         quantized(torch.zeros(1, 64))

@@ -29,6 +29,7 @@ def by_elimination(weight: np.ndarray, gram: np.ndarray, size: int, most: int) -
 
     Source: Frantar et al., arXiv:2210.17323, equations 2 and 3.
     """
+    scale = np.ones(len(weight))
     weight, hessian = weight.astype(np.float64).copy(), gram.astype(np.float64).copy()
     hessian += 0.01 * np.mean(np.diag(hessian)) * np.eye(len(hessian))
     inverse, rounded = np.linalg.inv(hessian), np.zeros_like(weight)

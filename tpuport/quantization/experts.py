@@ -53,9 +53,10 @@ class QuantizedExperts(FrozenLayer):
         self, experts: torch.nn.Module, gate_up: StackedLinear, down: StackedLinear
     ) -> None:
         super().__init__()
+        kind: Any = type(experts)
         self.act_fn = experts.act_fn
         self.gate_up_proj, self.down_proj = gate_up, down
-        self._gate = type(experts)._apply_gate
+        self._gate = kind._apply_gate
         self.scheme = gate_up.scheme
 
     @classmethod

@@ -1,7 +1,7 @@
 """Float layers to frozen ones, on the host."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -146,6 +146,18 @@ def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> l
     return [Rotate(block), Permute(per_channel), Rotate(block)]
 
 
+@overload
+def freeze_layer(
+    layer: torch.nn.Linear, scheme: QuantizationScheme, found: Found | None
+) -> QuantizedLinear: ...
+
+
+@overload
+def freeze_layer(
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
+) -> FrozenLayer: ...
+
+
 @torch.no_grad()
 def freeze_layer(
     layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
@@ -229,7 +241,7 @@ def freeze(
     scheme: QuantizationScheme,
     statistics: Statistics | None,
     keep: Iterable[str] = (),
-) -> tuple[torch.nn.Module, dict[str, torch.nn.Module], dict[str, str]]:
+) -> tuple[torch.nn.Module, dict[str, FrozenLayer], dict[str, str]]:
     """Return a copy of a model with frozen layers, those layers, and why others are kept.
 
     Raises:
