@@ -104,7 +104,7 @@ def as_module(model: Any) -> torch.nn.Module:
     return model
 
 
-class Comparison(torch.nn.Module):
+class LayerComparison(torch.nn.Module):
     """Sums how a layer's frozen form differs from it on the same input."""
 
     def __init__(self, frozen: torch.nn.Module) -> None:
@@ -155,7 +155,7 @@ def _floats(results: Any) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Compared:
+class LayerMeasures:
     """How a frozen layer differs from its float form, and the outliers of its input.
 
     `outliers` are the mean of all rows' largest value over their root mean square, before and
@@ -171,15 +171,15 @@ def compare_layers(
     frozen: Mapping[str, torch.nn.Module],
     batches: Iterable[Any],
     like: Any,
-) -> tuple[dict[str, Compared], list[Any]]:
+) -> tuple[dict[str, LayerMeasures], list[Any]]:
     """Compare each frozen layer on float inputs; return that, and the float model's results."""
-    watchers = {name: Comparison(one) for name, one in frozen.items()}
+    watchers = {name: LayerComparison(one) for name, one in frozen.items()}
     found, results = observe(model, watchers, batches, like)
     compared = {}
     for name, one in found.items():
         before, after, count = (float(x) for x in one["peaks"])
         count = max(count, 1.0)
-        compared[name] = Compared(deviation(one["sums"]), (before / count, after / count))
+        compared[name] = LayerMeasures(deviation(one["sums"]), (before / count, after / count))
     return compared, results
 
 

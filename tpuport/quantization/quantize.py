@@ -13,7 +13,7 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.quantization.files import metadata_of, open_quantized
 from tpuport.quantization.freeze import freeze, with_layers
 from tpuport.quantization.passes import (
-    Compared,
+    LayerMeasures,
     as_module,
     calibrate,
     compare_layers,
@@ -103,7 +103,7 @@ def quantize(
         if scheme.is_calibrated:
             statistics = calibrate(model, scheme, batches, keep=keep)
     frozen, layers, kept = freeze(module, scheme, statistics, keep)
-    errors: dict[str, Compared] = {}
+    errors: dict[str, LayerMeasures] = {}
     wanted: list[Any] = []
     if batches:
         errors, wanted = compare_layers(module, layers, batches, model)
@@ -162,7 +162,7 @@ def _loaded(
 
 
 def _layer_report(
-    name: str, layer: torch.nn.Module, frozen: torch.nn.Module, error: Compared | None
+    name: str, layer: torch.nn.Module, frozen: torch.nn.Module, error: LayerMeasures | None
 ) -> LayerReport:
     weights = [one for one in layer.parameters(recurse=False) if one.dim() > 1]
     before = sum(one.nbytes for one in weights)
