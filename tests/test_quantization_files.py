@@ -157,8 +157,8 @@ def compressed(bits: int, *, zeros: bool = False, **inputs: Any) -> Any:
             tensors["input_scale"] = torch.tensor([0.03])
         return {f"{name}.{key}": value for key, value in tensors.items()}, parts.weight()
 
-    strategy = "group" if group else "channel"
-    weights = {"num_bits": bits, "type": "int", "symmetric": not zeros, "strategy": strategy}
+    weights = {"num_bits": bits, "type": "int", "symmetric": not zeros, "group_size": group}
+    weights["strategy"] = "group" if group else "channel"
     said = {"num_bits": 8, "type": "int", "symmetric": True, **inputs} if inputs else None
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": said}}
     return write, {"quant_method": "compressed-tensors", "config_groups": groups}
@@ -261,6 +261,8 @@ def changed(folder: Path, **fields: Any) -> None:
     [
         ("gptq", {"bits": 3}, "'down' in .* has weights of 3 bits"),
         ("gptq", {"checkpoint_format": "marlin"}, "the checkpoint_format 'marlin'"),
+        ("gptq", {"group_size": 64}, "groups of 128 input features, and a group of 64"),
+        ("awq", {"group_size": 48}, "groups of 128 input features, and a group of 48"),
         ("gptq", {"bits": 8}, "codes that are not of 8 bits"),
         ("awq", {"version": "gemv"}, "version 'gemv'"),
         ("w4a16", {"kv_cache_scheme": {"num_bits": 8}}, "a kv_cache_scheme"),
@@ -292,3 +294,18 @@ def test_checkpoints_that_do_not_fit_are_refused(tmp_path: Path):
     tpuport.save_checkpoint(path, tpuport.convert(Small()))
     with pytest.raises(CheckpointError, match="says nothing about quantization"):
         tpuport.quantize(meta(), checkpoint=path)
+
+
+def test_weights_that_are_no_codes_are_refused(tmp_path: Path):
+    written("w8a8", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["up.weight"] = tensors["up.weight"].float()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"'up' in .* has a weight of torch.float32"):
+        tpuport.quantize(meta(), checkpoint=tmp_path)
+    written("gptq-shuffled", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["up.g_idx"][0] = (tensors["up.g_idx"][0] + 1) % 2
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"'up' in .* has groups of several sizes"):
+        tpuport.quantize(meta(), checkpoint=tmp_path)

@@ -78,7 +78,9 @@ class QuantizedExperts(FrozenLayer):
         y = torch.zeros_like(hidden_states, dtype=torch.float32)
         for expert in range(num):
             inner = self._gate(self, self.gate_up_proj(hidden_states, expert))
-            y = y + self.down_proj(inner, expert).float() * shares[:, expert, None].float()
+            share = shares[:, expert, None].float()
+            # What an expert makes of other experts' tokens may be infinite.
+            y = y + torch.where(share == 0, 0.0, self.down_proj(inner, expert).float() * share)
         return y.to(hidden_states.dtype)
 
 

@@ -35,6 +35,7 @@ class _StoredLayer:
         bits: of a code of its weight.
         codes: signed codes `[out, in]`.
         scale: `[groups, out]`.
+        group: the input features of a group as the configuration has them; -1 or None: one group.
         zero: the code of 0.0, `[groups, out]`; None if that is 0.
         order: the columns by their groups, where these are not neighbours.
         inputs: fields of the scheme about its inputs.
@@ -44,6 +45,7 @@ class _StoredLayer:
     bits: int
     codes: torch.Tensor
     scale: torch.Tensor
+    group: int | None
     zero: torch.Tensor | None = None
     order: torch.Tensor | None = None
     inputs: Config | None = None
@@ -82,7 +84,7 @@ def read_published(
     layers, values, used = {}, {}, set()
     for name in sorted({n for n in names if format_.has(opened, n)}):
         part = _Part(opened, name)
-        layer = _layer(format_.read(part, config), _bias(part, model))
+        layer = _layer(part, format_.read(part, config), _bias(part, model))
         state = layer.state_dict(prefix=f"{name}.")
         values |= {key: value for key, value in state.items() if not key.endswith(".bias")}
         used |= part.used
@@ -126,9 +128,11 @@ def _bias(part: _Part, model: torch.nn.Module) -> torch.Tensor | None:
     return bias
 
 
-def _layer(found: _StoredLayer, bias: torch.Tensor | None) -> QuantizedLinear:
-    groups = found.scale.shape[0]
-    size = found.codes.shape[1] // groups
+def _layer(part: _Part, found: _StoredLayer, bias: torch.Tensor | None) -> QuantizedLinear:
+    groups, num = found.scale.shape[0], found.codes.shape[1]
+    size = num if found.group in (None, -1) else min(int(found.group or num), num)
+    if size * groups != num:
+        raise part.refuse(f"{groups} groups of {num} input features, and a group of {size}")
     scheme = QuantizationScheme(
         found.bits, group=None if groups == 1 else size, symmetric=found.zero is None,
         **(found.inputs or {"activation_bits": 16}),
@@ -151,10 +155,13 @@ def _unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return parts.movedim(-1, dim + 1).flatten(dim, dim + 1)
 
 
-def _by_group(index: torch.Tensor | None, groups: int) -> torch.Tensor | None:
+def _by_group(part: _Part, key: str, groups: int) -> torch.Tensor | None:
     """Return the columns in the order of their groups; None if they are in it."""
+    index = part.optional(key)
     if index is None or groups == 1:
         return None
+    if len(set(torch.bincount(index, minlength=groups).tolist())) > 1:
+        raise part.refuse("groups of several sizes")
     order = torch.argsort(index, stable=True)
     return None if torch.equal(order, torch.arange(len(index))) else order
 
@@ -168,6 +175,8 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
     bits, kind = weights["num_bits"], weights.get("type", "int")
     if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
         raise part.refuse(f"weights of {bits} bits ({kind})")
+    if len(part.opened[f"{part.name}.weight_scale"].shape) > 2:
+        raise part.refuse("weights in one stack")
     if weights.get("strategy") not in ("tensor", "channel", "group"):
         raise part.refuse(f"scales by {weights.get('strategy')!r}")
     if f"{part.name}.weight_packed" in part.opened:
@@ -175,6 +184,8 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
         codes = _unpacked(part("weight_packed"), bits, 1)[:, :columns] - 2 ** (bits - 1)
     else:
         codes = part("weight")
+        if codes.dtype is not (torch.float8_e4m3fn if kind == "float" else torch.int8):
+            raise part.refuse(f"a weight of {codes.dtype}, where codes are expected")
         rows = codes.shape[0]
     scale = part("weight_scale").reshape(-1, part.opened[f"{part.name}.weight_scale"].shape[-1])
     scale = scale.expand(rows, -1).t()
@@ -184,9 +195,10 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
     zero = None if zero is None else zero.reshape(-1, zero.shape[-1]).expand(rows, -1).t()
     if zero is not None and not zero.any():
         zero = None
-    order = _by_group(part.optional("weight_g_idx"), scale.shape[0])
+    order = _by_group(part, "weight_g_idx", scale.shape[0])
     inputs, input_scale = _inputs(part, group.get("input_activations"), kind)
-    return _StoredLayer(bits, codes, scale, zero, order, inputs, input_scale)
+    group_size = weights.get("group_size")
+    return _StoredLayer(bits, codes, scale, group_size, zero, order, inputs, input_scale)
 
 
 def _inputs(part: _Part, said: Config | None, of_weight: str) -> tuple[Config, torch.Tensor | None]:
@@ -258,8 +270,10 @@ def _read_gptq(part: _Part, config: Config) -> _StoredLayer:
             raise part.refuse("a zero point of 0 in the first version of the format")
         stored = stored + 1
     zero = stored - 2 ** (bits - 1)
-    order = _by_group(part.optional("g_idx"), scale.shape[0])
-    return _StoredLayer(bits, codes, scale, zero if zero.any() else None, order)
+    order = _by_group(part, "g_idx", scale.shape[0])
+    return _StoredLayer(
+        bits, codes, scale, config.get("group_size"), zero if zero.any() else None, order
+    )
 
 
 def _read_awq(part: _Part, config: Config) -> _StoredLayer:
@@ -274,7 +288,8 @@ def _read_awq(part: _Part, config: Config) -> _StoredLayer:
     codes, scale = columns(part("qweight")).t() - 8, part("scales")
     zero = part.optional("qzeros")
     zero = None if zero is None else columns(zero) - 8
-    return _StoredLayer(bits, codes, scale, None if zero is None or not zero.any() else zero)
+    zero = None if zero is None or not zero.any() else zero
+    return _StoredLayer(bits, codes, scale, config.get("group_size"), zero)
 
 
 def _is_packed(opened: Checkpoint, name: str) -> bool:
