@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "generation": BASE | {"tracing"},
     "model": MODEL,
     "sharding": SPREAD,
-    "quantization": SPREAD | {"quantization"},
+    "quantization": SPREAD | {"weights", "quantization"},
     "training": SPREAD | {"weights"},
     "aot": AOT,
     "compat": MODEL | AOT,

@@ -92,6 +92,7 @@ def _estimated(
     return work, estimate_step(
         chip,
         dense_flops=compiled.dot_flops,
+        dense_peak=chip.mean_peak(traced.dots),
         hbm_bytes=work.hbm_bytes,
         collectives=compiled.collectives,
         kernel_seconds=seconds,

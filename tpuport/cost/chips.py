@@ -7,8 +7,10 @@ link. FLOP a cycle: measured in libtpu's schedules of large products (524,288 a 
 `schedule`), for v4 and v5 also 2 * 4 units * 128 * 128. The clock follows from that and the peak.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tpuport.cost.records import Dot
 from tpuport.foundation.errors import UsageError
 
 _MIB = 1 << 20
@@ -62,6 +64,14 @@ class Chip:
         if self.int8_ops and both <= {"int8", "uint8"}:
             return self.int8_ops
         return self.bf16_flops
+
+    def mean_peak(self, dots: Iterable[Dot]) -> float:
+        """Return the peak FLOP a second of several products, weighted by their FLOPs."""
+        flops = seconds = 0.0
+        for dot in dots:
+            flops += dot.flops
+            seconds += dot.flops / self.peak(*dot.dtypes)
+        return flops / seconds if seconds else self.bf16_flops
 
     def fill(self, contraction: int, columns: int) -> float:
         """Return the share of the peak that a product can reach, from 0 to 1.

@@ -52,6 +52,7 @@ def estimate_step(
     collectives: Iterable[Collective],
     kernel_seconds: float,
     dense_efficiency: float = DENSE_EFFICIENCY,
+    dense_peak: float | None = None,
 ) -> Estimate:
     """Estimate the seconds of a step on one chip, without any overlap of its parts.
 
@@ -61,6 +62,7 @@ def estimate_step(
         hbm_bytes: bytes read and written outside of kernels, on one chip.
         collectives: collectives of a step.
         kernel_seconds: time of the kernels, from their schedules.
+        dense_peak: peak FLOP a second of products outside of kernels; that of bf16 by default.
         dense_efficiency: share of the peak that products outside of kernels reach.
 
     Raises:
@@ -73,13 +75,13 @@ def estimate_step(
         )
     listed = list(collectives)
     gib = sum(one.bytes * one.times for one in listed) / 2**30
-    peak = chip.bf16_flops * dense_efficiency
+    peak = dense_peak or chip.bf16_flops
     parts = (
         Part(
             "dense",
-            dense_flops / peak,
+            dense_flops / (peak * dense_efficiency),
             f"{dense_flops / 1e12:.4g} TFLOP at {dense_efficiency:.1%} of"
-            f" {chip.bf16_flops / 1e12:.0f} TFLOP/s",
+            f" {peak / 1e12:.0f} TFLOP/s",
         ),
         Part(
             "hbm",

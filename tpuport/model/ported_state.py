@@ -357,6 +357,10 @@ class PortedState:
         """Return the weights by the names that `state_dict` has, and their dtypes there."""
         return weights.checkpoint_values(self, like)
 
+    def _checkpoint_metadata(self) -> dict[str, str]:
+        """Return what a safetensors file says about the weights besides."""
+        return {}
+
     # -- after a call ------------------------------------------------------------------------------
 
     def _advance(self, compiled: CachedProgram, new_state: dict[str, jax.Array]) -> None:

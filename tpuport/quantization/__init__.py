@@ -8,14 +8,22 @@ if TYPE_CHECKING:
     from tpuport.quantization.passes import calibrate
     from tpuport.quantization.report import QuantizationReport
     from tpuport.quantization.scheme import QuantizationScheme
+    from tpuport.quantization.search import search
     from tpuport.quantization.statistics import Statistics
 
 _HOME = {
     "QuantizationReport": "report", "QuantizationScheme": "scheme", "QuantizedLinear": "layer",
-    "Statistics": "statistics", "calibrate": "passes",
+    "Statistics": "statistics", "calibrate": "passes", "search": "search",
 }  # fmt: skip
 
-__all__ = ["QuantizationReport", "QuantizationScheme", "QuantizedLinear", "Statistics", "calibrate"]
+__all__ = [
+    "QuantizationReport",
+    "QuantizationScheme",
+    "QuantizedLinear",
+    "Statistics",
+    "calibrate",
+    "search",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,7 @@
 """Float layers to frozen ones, on the host."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -9,11 +10,14 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.name_patterns import matches, refuse_unmatched
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.quantization import duquant
-from tpuport.quantization.layer import QuantizedLinear
+from tpuport.quantization.convolution import QuantizedConv, why_no_convolution
+from tpuport.quantization.error_feedback import awq, gptq
+from tpuport.quantization.experts import QuantizedExperts, are_experts, why_no_experts
+from tpuport.quantization.layer import FrozenLayer, QuantizedLinear
 from tpuport.quantization.rounding import round_weight
 from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.quantization.statistics import Statistics, input_scale
-from tpuport.quantization.transforms import Divide, Rotate, Transform, hadamard
+from tpuport.quantization.transforms import Divide, Permute, Rotate, Transform, hadamard
 
 _LEAST = 1e-5
 Found = Mapping[str, np.ndarray]
@@ -21,7 +25,7 @@ Found = Mapping[str, np.ndarray]
 
 def select(
     model: torch.nn.Module, scheme: QuantizationScheme, keep: Iterable[str]
-) -> tuple[dict[str, torch.nn.Linear], dict[str, str]]:
+) -> tuple[dict[str, torch.nn.Module], dict[str, str]]:
     """Return the layers to quantize by name, and why each other module with weights is kept.
 
     Raises:
@@ -43,10 +47,10 @@ def select(
         reason = reason or _why_kept(name, module, scheme, users)
         if reason is not None:
             kept[name] = reason
-    layers: dict[str, torch.nn.Linear] = {n: m for n, m in modules.items() if n not in kept}  # pyright: ignore[reportAssignmentType]
+    layers = {name: module for name, module in modules.items() if name not in kept}
     if not layers:
         shown = "; ".join(f"{name or 'the model'}: {why}" for name, why in list(kept.items())[:4])
-        raise UsageError(f"no layer can be quantized: {shown or 'the model has no linear layer'}")
+        raise UsageError(f"no layer can be quantized: {shown or 'the model has no such layer'}")
     return layers, kept
 
 
@@ -54,18 +58,40 @@ def _why_kept(
     name: str, module: torch.nn.Module, scheme: QuantizationScheme, users: Mapping[int, list[str]]
 ) -> str | None:
     """Return why a module stays in float, or None."""
-    if type(module) is not torch.nn.Linear:
-        return f"a {type(module).__name__} is no plain torch.nn.Linear"
+    reason = _why_no_kind(module, scheme)
+    if reason is not None:
+        return reason
     if not name:
         return "the model is itself the layer; put it in a module"
-    others = [n for n in users[id(module.weight)] if n != f"{name}.weight"]
+    own = {f"{name}.{key}" for key, _ in module.named_parameters(recurse=False)}
+    others = [n for p in module.parameters(recurse=False) for n in users[id(p)] if n not in own]
     if others:
         return f"its weight is {others[0]} too"
     if module._forward_hooks or module._forward_pre_hooks:
         return "it has hooks, which see the float layer"
-    if module.weight.is_meta:
-        return "it has no values (meta device)"
-    return _why_sizes_do_not_fit(module, scheme)
+    return None
+
+
+def _why_no_kind(module: torch.nn.Module, scheme: QuantizationScheme) -> str | None:
+    """Return why a module is of no kind that the scheme quantizes, or None."""
+    if type(module) is torch.nn.Linear:
+        return _why_sizes_do_not_fit(module, scheme)
+    if isinstance(module, torch.nn.modules.conv._ConvNd):
+        return why_no_convolution(module, scheme)
+    if are_experts(module):
+        return why_no_experts(module, scheme)
+    if isinstance(module, torch.nn.Embedding):
+        return "rows of an embedding are looked up, not multiplied"
+    return f"a {type(module).__name__} is no plain torch.nn.Linear"
+
+
+def inputs_of(layer: torch.nn.Module) -> tuple[int, int]:
+    """Return the number of a layer's input features, and their dim in its input."""
+    given: Any = layer
+    if isinstance(layer, torch.nn.modules.conv._ConvNd):
+        return given.in_channels, -1 - len(given.stride)
+    weight = given.gate_up_proj if are_experts(layer) else given.weight
+    return weight.shape[-1], -1
 
 
 def _why_sizes_do_not_fit(module: torch.nn.Linear, scheme: QuantizationScheme) -> str | None:
@@ -85,49 +111,108 @@ def _why_sizes_do_not_fit(module: torch.nn.Linear, scheme: QuantizationScheme) -
 
 
 def transforms_of(
-    weight: torch.Tensor, scheme: QuantizationScheme, found: Found | None
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
 ) -> list[Transform]:
     """Return what the scheme does to a layer's input before it is rounded."""
+    if not isinstance(layer, torch.nn.Linear):
+        return []
+    weight = layer.weight.detach()
     if scheme.method == "hadamard":
         return [Rotate(hadamard(scheme.block)[None])]
     if scheme.method == "duquant" and scheme.basis == "svd":
         return duquant.from_weight(weight, scheme)
-    if scheme.method == "round" or found is None:
+    if scheme.method in ("round", "gptq"):
+        return []
+    if weight.is_meta:
+        return _shapes_of_calibrated(weight, scheme)
+    if found is None:
         return []
     if scheme.method == "duquant":
         return list(duquant.from_inputs(torch.from_numpy(found["rows"].copy()), scheme))
+    if scheme.method == "awq":
+        gram, sizes = (torch.from_numpy(found[key].copy()) for key in ("gram", "sizes"))
+        return [Divide(awq(weight.float(), gram, sizes, scheme))]
     peaks = torch.from_numpy(np.maximum(np.abs(found["low"]), np.abs(found["high"])))
     of_weight = weight.float().abs().amax(0).clamp_min(_LEAST)
     factors = peaks.clamp_min(_LEAST) ** scheme.strength / of_weight ** (1 - scheme.strength)
     return [Divide(factors.clamp_min(_LEAST))]
 
 
-@torch.no_grad()
+def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> list[Transform]:
+    """Return what calibration would give a layer on the meta device."""
+    per_channel, block = weight[0], weight.new_empty(1, scheme.block, scheme.block)
+    if scheme.method in ("smooth", "awq"):
+        return [Divide(per_channel)]
+    return [Rotate(block), Permute(per_channel), Rotate(block)]
+
+
+@overload
 def freeze_layer(
     layer: torch.nn.Linear, scheme: QuantizationScheme, found: Found | None
-) -> QuantizedLinear:
+) -> QuantizedLinear: ...
+
+
+@overload
+def freeze_layer(
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
+) -> FrozenLayer: ...
+
+
+@torch.no_grad()
+def freeze_layer(
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
+) -> FrozenLayer:
     """Return the frozen form of a layer."""
+    made: FrozenLayer
+    if isinstance(layer, torch.nn.Linear):
+        made = _freeze_linear(layer, scheme, found)
+    elif isinstance(layer, torch.nn.modules.conv._ConvNd):
+        made = QuantizedConv.of(layer, scheme, _input_scale(layer, scheme, found))
+    else:
+        made = QuantizedExperts.of(layer, scheme)
+    return made.instead_of(layer)
+
+
+def _freeze_linear(
+    layer: torch.nn.Linear, scheme: QuantizationScheme, found: Found | None
+) -> QuantizedLinear:
     weight = layer.weight.detach().float()
-    transforms = transforms_of(weight, scheme, found)
+    transforms = transforms_of(layer, scheme, found)
     for one in transforms:
         weight = one.of_weight(weight)
-    rotation = None
+    restore = []
     if scheme.method == "duquant" and scheme.basis == "svd" and scheme.rotate_outputs:
         rotation = duquant.output_rotation(layer.weight.detach(), scheme)
         weight = rotation(weight.t()).t()
-    scale = None
-    if scheme.is_static and found is not None:
-        if scheme.method == "smooth":
-            factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
-            found = {"low": found["low"] / factors, "high": found["high"] / factors}
-        scale = input_scale(found, scheme)
-    made = QuantizedLinear(
-        *(round_weight(weight, scheme), scheme, transforms),
+        restore = [rotation.inverse()]
+    if scheme.is_static and scheme.method in ("smooth", "awq") and found is not None:
+        factors = transforms[0].factors.numpy()  # pyright: ignore[reportCallIssue]
+        found = {"low": found["low"] / factors, "high": found["high"] / factors}
+    if scheme.method == "gptq" and found is not None and not weight.is_meta:
+        codes = gptq(weight, torch.from_numpy(found["gram"].copy()), scheme)
+    else:
+        codes = round_weight(weight, scheme)
+    return QuantizedLinear.of_codes(
+        *(codes, scheme, transforms, restore),
         bias=layer.bias,
-        input_scale=scale,
-        rotation=rotation,
+        input_scale=_input_scale(layer, scheme, found),
     )
-    return made.train(layer.training)
+
+
+def _input_scale(
+    layer: torch.nn.Module, scheme: QuantizationScheme, found: Found | None
+) -> torch.Tensor | None:
+    if not scheme.is_static:
+        return None
+    if is_meta(layer):
+        size = inputs_of(layer)[0] if scheme.activations == "channel" else ()
+        return torch.empty(size, device="meta")
+    return None if found is None else input_scale(found, scheme)
+
+
+def is_meta(layer: torch.nn.Module) -> bool:
+    """Return whether a layer has shapes and no values."""
+    return any(one.is_meta for one in layer.parameters(recurse=False))
 
 
 def _shared(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,7 +241,7 @@ def freeze(
     scheme: QuantizationScheme,
     statistics: Statistics | None,
     keep: Iterable[str] = (),
-) -> tuple[torch.nn.Module, dict[str, QuantizedLinear], dict[str, str]]:
+) -> tuple[torch.nn.Module, dict[str, FrozenLayer], dict[str, str]]:
     """Return a copy of a model with frozen layers, those layers, and why others are kept.
 
     Raises:
@@ -165,6 +250,8 @@ def freeze(
     layers, kept = select(model, scheme, keep)
     known = {} if statistics is None else statistics.layers
     for name in list(layers) if scheme.is_calibrated else ():
+        if is_meta(layers[name]):
+            continue
         if name not in known or not int(known[name]["calls"]):
             kept[name] = "no batch of the calibration reached it"
             del layers[name]

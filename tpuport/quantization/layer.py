@@ -1,19 +1,68 @@
 """A linear layer as it is served: integer codes and scales in, no state written."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.quantization.product import pack, scaled_product
-from tpuport.quantization.rounding import Codes
+from tpuport.quantization.rounding import Codes, to_float8
 from tpuport.quantization.scheme import QuantizationScheme
-from tpuport.quantization.transforms import Rotate, Transform
+from tpuport.quantization.transforms import Transform
 
 _LEAST = 1e-5
 
 
-class QuantizedLinear(torch.nn.Module):
+class NoWeightError(UsageError, AttributeError):
+    """Code asked a quantized layer's weight for more than its dtype and shape."""
+
+
+class NoWeight:
+    """Stands for the float weight that a frozen layer has not: its dtype and shape can be read."""
+
+    def __init__(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        self.dtype, self.shape = dtype, shape
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse all else.
+
+        Raises:
+            NoWeightError: Always; code that computes with it would compute with something else.
+        """
+        raise NoWeightError(
+            f"code outside of a quantized layer reads its weight (.{name}), and it holds integer"
+            " codes only. What to do: name the layer in keep= of tpuport.quantize"
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse to be given to a function of torch.
+
+        Raises:
+            NoWeightError: Always.
+        """
+        return getattr(self, getattr(func, "__name__", "weight"))
+
+
+class FrozenLayer(torch.nn.Module):
+    """A layer whose weight is in codes; models may ask for the dtype that it had."""
+
+    _of_weight: tuple[torch.dtype, torch.Size] = torch.float32, torch.Size()
+
+    @property
+    def weight(self) -> Any:
+        """Return what stands for the float weight."""
+        return NoWeight(*self._of_weight)
+
+    def instead_of(self, layer: torch.nn.Module) -> Self:
+        """Take mode and the weight's dtype and shape from the layer that this one replaces."""
+        weight = layer._parameters.get("weight")
+        if weight is not None:
+            self._of_weight = weight.dtype, weight.shape
+        return self.train(layer.training)
+
+
+class QuantizedLinear(FrozenLayer):
     """A frozen linear layer: a pure function of its buffers and its input.
 
     Buffers: `codes`, `scale`; and where the scheme has them `offset` (zero points times scales),
@@ -30,86 +79,122 @@ class QuantizedLinear(torch.nn.Module):
 
     def __init__(
         self,
-        codes: Codes,
         scheme: QuantizationScheme,
-        transforms: Iterable[Transform],
-        *,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor | None = None,
-        rotation: Rotate | None = None,
+        buffers: Mapping[str, torch.Tensor],
+        inputs: Iterable[Transform] = (),
+        restore: Iterable[Transform] = (),
     ) -> None:
         super().__init__()
-        groups, self.out_features, size = codes.values.shape
-        self.in_features, self.scheme = groups * size, scheme
-        self.inputs = torch.nn.Sequential(*transforms)
-        self.restore = torch.nn.Sequential(*([] if rotation is None else [rotation.inverse()]))
-        self.register_buffer("codes", pack(codes.values, scheme.weight_bits))
-        self.register_buffer("scale", codes.scale)
-        self.has_offset, self.has_bias = codes.zero is not None, bias is not None
+        groups, self.out_features, size = buffers["codes"].shape
+        self.in_features = groups * size * (8 // scheme.weight_bits)
+        self.scheme = scheme
+        self.inputs, self.restore = torch.nn.Sequential(*inputs), torch.nn.Sequential(*restore)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: Codes,
+        scheme: QuantizationScheme,
+        inputs: Iterable[Transform] = (),
+        restore: Iterable[Transform] = (),
+        *,
+        bias: torch.Tensor | None = None,
+        input_scale: torch.Tensor | None = None,
+    ) -> Self:
+        """Return the layer of a rounded weight.
+
+        Raises:
+            UsageError: the scheme's inputs have a calibrated scale, and none is given.
+        """
+        buffers = {"codes": pack(codes.values, scheme.weight_bits), "scale": codes.scale}
         if codes.zero is not None:
-            self.register_buffer("offset", codes.zero * codes.scale)
+            buffers["offset"] = codes.zero * codes.scale
         if scheme.activation_bits == 8 and not scheme.activation_symmetric:
-            self.register_buffer("sums", codes.weight().sum(-1))
+            buffers["sums"] = codes.weight().sum(-1)
         if scheme.is_static:
             if input_scale is None:
                 raise UsageError("a scheme with calibrated inputs needs their scale")
-            self.register_buffer("input_scale", input_scale)
+            buffers["input_scale"] = input_scale
         if bias is not None:
-            self.register_buffer("bias", bias.detach().clone())
+            buffers["bias"] = bias.detach().clone()
+        return cls(scheme, buffers, inputs, restore)
 
     @property
-    def weight(self) -> torch.Tensor:
-        """Refuse to be read: there is no float weight.
+    def weight_dims(self) -> dict[str, tuple[int, int]]:
+        """Return by buffer its dim of output features and its dim of input features.
 
-        Raises:
-            UsageError: Always; code that reads it would compute with something else.
+        Those of one group are along the last dim of the codes, and of several groups the first.
         """
-        raise UsageError(
-            "code outside of a quantized linear layer reads its weight, and it holds integer codes"
-            " only. What to do: name the layer in keep= of tpuport.quantize"
+        dims = {"scale": (1, 0), "offset": (1, 0), "sums": (0, 0), "bias": (0, 0)}
+        dims["codes"] = (1, 2 if self.codes.shape[0] == 1 else 0)
+        return {name: one for name, one in dims.items() if name in self._buffers}
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output, in the input's dtype."""
+        return apply(
+            input, self.scheme, dict(self.named_buffers(recurse=False)), self.inputs, self.restore
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, in the input's dtype."""
-        dtype, scheme = x.dtype, self.scheme
-        if scheme.activation_bits == 16:
-            # Rotations are float32; a product of bfloat16 rows with integer codes is exact.
-            moved = self.inputs(x.float()).to(dtype) if len(self.inputs) else x
-            y = self._product(moved)
-        else:
-            y = self._rounded(self.inputs(x.float()))
-        y = self.restore(y)
-        if self.has_bias:
-            y = y + self.bias.float()
-        return y.to(dtype)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply codes or floats by the weight."""
-        y = scaled_product(x, self.codes, self.scale, self.scheme.weight_bits)
-        if self.has_offset:
-            sums = x.unflatten(-1, (self.scale.shape[0], -1)).float().sum(-1)
-            y = y - torch.matmul(sums, self.offset)
-        return y
-
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        """Round an input as the scheme says, and multiply."""
-        scheme = self.scheme
-        if scheme.activations == "channel":
-            # A scale of each term of the sum cannot be taken out of it: the product is of floats.
-            return self._product(_codes(x / self.input_scale) * self.input_scale)
-        if scheme.activations == "tensor":
-            return self._product(_codes(x / self.input_scale).to(torch.int8)) * self.input_scale
-        low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-        low, high = low * scheme.activation_clip, high * scheme.activation_clip
-        if scheme.activation_symmetric:
-            scale = (torch.maximum(high, -low) / 127).clamp_min(_LEAST)
-            return self._product(_codes(x / scale).to(torch.int8)) * scale
-        scale = ((high - low) / 255).clamp_min(_LEAST)
-        zero = torch.round(-low / scale) - 128
-        y = self._product(_codes(torch.round(x / scale) + zero).to(torch.int8))
-        return (y - zero * self.sums) * scale
+def apply(
+    x: torch.Tensor,
+    scheme: QuantizationScheme,
+    held: Mapping[str, torch.Tensor],
+    inputs: torch.nn.Sequential | None = None,
+    restore: torch.nn.Sequential | None = None,
+) -> torch.Tensor:
+    """Return the output of a quantized linear layer with these buffers, in the input's dtype."""
+    dtype = x.dtype
+    if scheme.activation_bits == 16:
+        # Rotations are float32; a product of bfloat16 rows with integer codes is exact.
+        moved = inputs(x.float()).to(dtype) if inputs else x
+        y = _product(moved, scheme, held)
+    else:
+        y = _rounded(x.float() if inputs is None else inputs(x.float()), scheme, held)
+    if restore is not None:
+        y = restore(y)
+    if "bias" in held:
+        y = y + held["bias"].float()
+    return y.to(dtype)
 
 
-def _codes(x: torch.Tensor) -> torch.Tensor:
-    """Round to the integers of eight bits."""
-    return torch.clamp(torch.round(x), -128, 127)
+def _product(
+    x: torch.Tensor, scheme: QuantizationScheme, held: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Multiply codes or floats by the weight."""
+    y = scaled_product(x, held["codes"], held["scale"], scheme.weight_bits)
+    if "offset" in held:
+        sums = x.unflatten(-1, (held["scale"].shape[0], -1)).float().sum(-1)
+        y = y - torch.matmul(sums, held["offset"])
+    return y
+
+
+def _rounded(
+    x: torch.Tensor, scheme: QuantizationScheme, held: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """Round an input as the scheme says, and multiply."""
+    if scheme.activations == "channel":
+        # A scale of each term of the sum cannot be taken out of it: the product is of floats.
+        step = held["input_scale"]
+        return _product(input_codes(x / step, scheme).float() * step, scheme, held)
+    if scheme.activations == "tensor":
+        step = held["input_scale"]
+        return _product(input_codes(x / step, scheme), scheme, held) * step
+    low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+    low, high = low * scheme.activation_clip, high * scheme.activation_clip
+    if scheme.activation_symmetric:
+        step = (torch.maximum(high, -low) / scheme.input_limit).clamp_min(_LEAST)
+        return _product(input_codes(x / step, scheme), scheme, held) * step
+    step = ((high - low) / 255).clamp_min(_LEAST)
+    zero = torch.round(-low / step) - 128
+    y = _product(input_codes(torch.round(x / step) + zero, scheme), scheme, held)
+    return (y - zero * held["sums"]) * step
+
+
+def input_codes(x: torch.Tensor, scheme: QuantizationScheme) -> torch.Tensor:
+    """Round to the integers of eight bits, or to float8."""
+    if scheme.number == "float8":
+        return to_float8(x)
+    return torch.clamp(torch.round(x), -128, 127).to(torch.int8)

@@ -1,6 +1,7 @@
 """Passes over batches: a model whose layers collect numbers, as one jitted program."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,13 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.model.convert import convert
 from tpuport.model.ported_model import PortedModel
-from tpuport.quantization.freeze import select, transforms_of, with_layers
+from tpuport.quantization.convolution import QuantizedConv
+from tpuport.quantization.freeze import inputs_of, select, transforms_of, with_layers
 from tpuport.quantization.report import Deviation
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Observer, Statistics
+from tpuport.quantization.watched import watched
+from tpuport.sharding.shard import shard_like
 from tpuport.tracing.core.export import to_torch
 
 
@@ -25,14 +29,21 @@ def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def observe(
-    model: torch.nn.Module, layers: Mapping[str, torch.nn.Module], batches: Iterable[Any]
+    model: torch.nn.Module,
+    watchers: Mapping[str, torch.nn.Module],
+    batches: Iterable[Any],
+    like: Any = None,
 ) -> tuple[dict[str, dict[str, np.ndarray]], list[Any]]:
-    """Run batches through a model with other layers; return those layers' buffers and all results.
+    """Run batches through a model with watched layers; return the watchers' buffers, and results.
+
+    It runs on the mesh of `like`, if that is a port on one.
 
     Raises:
         UsageError: There are no batches.
     """
+    layers = {name: watched(model.get_submodule(name), one) for name, one in watchers.items()}
     ported = convert(with_layers(model, layers), verify=False)
+    shard_like(ported, like)
     results = []
     for batch in batches:
         args, kwargs = arguments_of(batch)
@@ -40,9 +51,9 @@ def observe(
     if not results:
         raise UsageError("calibration has no batches; each is the arguments of a call")
     values = ported.buffers
-    own = {name: dict(one.named_buffers(recurse=False)) for name, one in layers.items()}
+    own = {name: dict(one.named_buffers(recurse=False)) for name, one in watchers.items()}
     found = {
-        name: {key: np.asarray(values[f"{name}.{key}"]) for key in keys}
+        name: {key: np.asarray(values[f"{name}.watcher.{key}"]) for key in keys}
         for name, keys in own.items()
     }
     return found, results
@@ -61,7 +72,7 @@ def calibrate(
     processes are merged by `Statistics.merge`, and given to `tpuport.quantize` as `calibration`.
 
     Args:
-        model: a module, or the result of `tpuport.convert`.
+        model: a module, or the result of `tpuport.convert`; one on a mesh is calibrated there.
         scheme: as for `tpuport.quantize`.
         batches: the arguments of each call: a tuple, a dict of named ones, or one argument.
         keep: as for `tpuport.quantize`.
@@ -69,14 +80,15 @@ def calibrate(
     Raises:
         UsageError: There are no batches, or there is nothing to quantize.
     """
-    scheme, model = as_scheme(scheme), as_module(model)
+    scheme, given, model = as_scheme(scheme), model, as_module(model)
     layers, _ = select(model, scheme, keep)
     observers = {}
     with torch.no_grad():
         for name, layer in layers.items():
-            transforms = transforms_of(layer.weight.detach(), scheme, None)
-            observers[name] = Observer(layer, torch.nn.Sequential(*transforms), scheme)
-    return Statistics(observe(model, observers, batches)[0])
+            transforms = transforms_of(layer, scheme, None)
+            size, dim = inputs_of(layer)
+            observers[name] = Observer(size, torch.nn.Sequential(*transforms), scheme, dim)
+    return Statistics(observe(model, observers, batches, given)[0])
 
 
 def as_module(model: Any) -> torch.nn.Module:
@@ -92,21 +104,33 @@ def as_module(model: Any) -> torch.nn.Module:
     return model
 
 
-class ComparedLayer(torch.nn.Module):
-    """A float layer that also sums how its frozen form differs on the same input."""
+class LayerComparison(torch.nn.Module):
+    """Sums how a layer's frozen form differs from it on the same input."""
 
-    def __init__(self, layer: torch.nn.Module, frozen: torch.nn.Module) -> None:
+    def __init__(self, frozen: torch.nn.Module) -> None:
         super().__init__()
-        self.layer, self.frozen = layer, frozen
+        self.frozen = frozen
         self.register_buffer("sums", torch.zeros(4))
+        self.register_buffer("peaks", torch.zeros(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float layer's output."""
-        y = self.layer(x)
-        want, got = y.detach().float(), self.frozen(x).float()
+    def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        """Take in the float layer's output."""
+        want, got = y.detach().float(), self.frozen(*args).float()
         products = ((got - want) ** 2, want * want, got * got, want * got)
         self.sums = self.sums + torch.stack([one.sum() for one in products])
-        return y
+        x = args[0].detach().float()
+        x = x.flatten(1) if isinstance(self.frozen, QuantizedConv) else x
+        before = _peaks(x)
+        moved = getattr(self.frozen, "inputs", None)
+        after = _peaks(moved(x)) if moved else before
+        count = torch.tensor(float(before.numel()))
+        self.peaks = self.peaks + torch.stack([before.sum(), after.sum(), count])
+
+
+def _peaks(x: torch.Tensor) -> torch.Tensor:
+    """Return of each row the largest value over the root mean square."""
+    size = (x * x).mean(-1).sqrt()
+    return x.abs().amax(-1) / size.clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def deviation(sums: np.ndarray) -> Deviation:
@@ -130,15 +154,33 @@ def _floats(results: Any) -> list[np.ndarray]:
     return [leaf.double().numpy() for leaf in floating]
 
 
+@dataclass(frozen=True)
+class LayerMeasures:
+    """How a frozen layer differs from its float form, and the outliers of its input.
+
+    `outliers` are the mean of all rows' largest value over their root mean square, before and
+    after the transforms.
+    """
+
+    deviation: Deviation
+    outliers: tuple[float, float]
+
+
 def compare_layers(
     model: torch.nn.Module,
     frozen: Mapping[str, torch.nn.Module],
     batches: Iterable[Any],
-) -> tuple[dict[str, Deviation], list[Any]]:
-    """Return each frozen layer's deviation on float inputs, and the float model's results."""
-    compared = {name: ComparedLayer(model.get_submodule(name), one) for name, one in frozen.items()}
-    found, results = observe(model, compared, batches)
-    return {name: deviation(one["sums"]) for name, one in found.items()}, results
+    like: Any,
+) -> tuple[dict[str, LayerMeasures], list[Any]]:
+    """Compare each frozen layer on float inputs; return that, and the float model's results."""
+    watchers = {name: LayerComparison(one) for name, one in frozen.items()}
+    found, results = observe(model, watchers, batches, like)
+    compared = {}
+    for name, one in found.items():
+        before, after, count = (float(x) for x in one["peaks"])
+        count = max(count, 1.0)
+        compared[name] = LayerMeasures(deviation(one["sums"]), (before / count, after / count))
+    return compared, results
 
 
 def results_of(ported: PortedModel, batches: Iterable[Any]) -> list[Any]:

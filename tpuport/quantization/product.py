@@ -20,6 +20,8 @@ _REASON = "an op of tpuport: products of integer codes, scaled by group"
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return codes `[groups, out, size]` in int8, with four bits two to a byte."""
+    if codes.is_floating_point() and codes.dtype.itemsize == 1:
+        return codes
     codes = codes.to(torch.int8)
     if bits == 8:
         return codes
@@ -41,7 +43,8 @@ def scaled_product(
     """Multiply rows by packed weights, and each group's products by their scales.
 
     Args:
-        x: `[..., in_features]`: int8 codes, whose products are summed in int32, or floats.
+        x: `[..., in_features]`: int8 codes, whose products are summed in int32, or floats, float8
+            among them.
         packed: the weight's codes, as `pack` gives them.
         scale: float32 `[groups, out_features]`.
         bits: 4 or 8.

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tpuport.quantization.scheme import QuantizationScheme
+from tpuport.quantization.scheme import FLOAT8_LIMIT, QuantizationScheme
 
 # As in the published DuQuant: no range is so small that a division by its scale overflows.
 _LEAST = 1e-5
@@ -17,7 +17,7 @@ class Codes:
     """A weight `[out, in]` as integers.
 
     Attributes:
-        values: signed codes `[groups, out, size]`.
+        values: signed codes `[groups, out, size]`, or numbers of float8.
         scale: `[groups, out]`.
         zero: the code of 0.0, `[groups, out]`; None if it is 0.
     """
@@ -28,8 +28,23 @@ class Codes:
 
     def weight(self) -> torch.Tensor:
         """Return the weight that the codes stand for, `[out, in]`."""
-        shifted = self.values if self.zero is None else self.values - self.zero[..., None]
+        values = self.values.float()
+        shifted = values if self.zero is None else values - self.zero[..., None]
         return (shifted * self.scale[..., None]).transpose(0, 1).flatten(1)
+
+
+def round_with(weight: torch.Tensor, found: Codes, scheme: QuantizationScheme) -> Codes:
+    """Round a weight `[out, columns]` with the scales and zero points of one group of codes."""
+    least, most = -(2 ** (scheme.weight_bits - 1)), 2 ** (scheme.weight_bits - 1) - 1
+    values = torch.round(weight[None] / found.scale[..., None])
+    if found.zero is not None:
+        values = values + found.zero[..., None]
+    return Codes(torch.clamp(values, least, most), found.scale, found.zero)
+
+
+def to_float8(x: torch.Tensor) -> torch.Tensor:
+    """Round to the nearest number of float8 e4m3, the largest at most: beyond it is no infinity."""
+    return torch.clamp(x, -FLOAT8_LIMIT, FLOAT8_LIMIT).to(torch.float8_e4m3fn)
 
 
 def round_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> Codes:
@@ -38,6 +53,10 @@ def round_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> Codes:
     size = scheme.group or weight.shape[1]
     grouped = weight.float().unflatten(1, (-1, size)).transpose(0, 1)
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    if scheme.number == "float8":
+        scale = grouped.abs().amax(-1) * scheme.weight_clip / FLOAT8_LIMIT
+        scale = scale.clamp_min(_LEAST_RANGE)
+        return Codes(to_float8(grouped / scale[..., None]), scale, None)
     if scheme.symmetric:
         largest = grouped.abs().amax(-1) * scheme.weight_clip
         scale = (largest / most).clamp_min(_LEAST_RANGE)

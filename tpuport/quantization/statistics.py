@@ -20,35 +20,42 @@ _CANDIDATES = 64
 _SUMS: Callable[..., Any] = np.add
 _MERGED: dict[str, Callable[..., Any]] = {
     "low": np.minimum, "high": np.maximum, "quantile": np.maximum,
-    "histogram": _SUMS, "calls": _SUMS,
+    "histogram": _SUMS, "calls": _SUMS, "gram": _SUMS, "sizes": _SUMS,
 }  # fmt: skip
 
 
 class Observer(torch.nn.Module):
-    """A float layer that also collects statistics of its input, in buffers.
+    """Collects statistics of a layer's input, in buffers.
 
     The buffers are results of the program: a call writes no state of Python.
     """
 
     def __init__(
-        self, layer: torch.nn.Module, transforms: torch.nn.Module, scheme: QuantizationScheme
+        self, size: int, transforms: torch.nn.Module, scheme: QuantizationScheme, dim: int = -1
     ) -> None:
         super().__init__()
-        self.layer, self.transforms, self.scheme = layer, transforms, scheme
-        size = int(layer.in_features)  # pyright: ignore[reportArgumentType]  (a Linear)
+        self.transforms, self.scheme, self.dim = transforms, scheme, dim
         self.register_buffer("calls", torch.zeros((), dtype=torch.int32))
         self.register_buffer("low", torch.full((size,), torch.inf))
         self.register_buffer("high", torch.full((size,), -torch.inf))
         self.register_buffer("quantile", torch.zeros(size))
         self.register_buffer("histogram", torch.zeros(NUM_BINS, dtype=torch.int32))
         self.register_buffer("rows", torch.zeros(_NUM_ROWS, size))
+        if scheme.takes_outputs:
+            self.register_buffer("gram", torch.zeros(size, size))
+            self.register_buffer("sizes", torch.zeros(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the float layer's output."""
-        rows = self.transforms(x.detach().float()).flatten(0, -2)
+    def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
+        """Take in the rows of a call."""
+        del y
+        x = args[0].detach().float().movedim(self.dim, -1)
+        rows = self.transforms(x).flatten(0, -2)
         self.calls = self.calls + 1
         self.low = torch.minimum(self.low, rows.amin(0))
         self.high = torch.maximum(self.high, rows.amax(0))
+        if self.scheme.takes_outputs:
+            self.gram = self.gram + rows.t() @ rows
+            self.sizes = self.sizes + rows.abs().sum(0)
         if self.scheme.is_static and self.scheme.activations == "channel":
             found = torch.quantile(rows.abs(), self.scheme.percentile / 100, dim=0)
             self.quantile = torch.maximum(self.quantile, found)
@@ -60,7 +67,6 @@ class Observer(torch.nn.Module):
         elif self.scheme.method == "duquant" and self.scheme.basis == "greedy":
             known = torch.cat([self.rows, rows])
             self.rows = known[torch.topk(known.abs().amax(-1), _NUM_ROWS).indices]
-        return self.layer(x)
 
 
 @dataclass(frozen=True)
@@ -118,9 +124,9 @@ def input_scale(found: Mapping[str, np.ndarray], scheme: QuantizationScheme) -> 
     peaks = np.maximum(np.abs(found["low"]), np.abs(found["high"]))
     if scheme.activations == "channel":
         peaks = found["quantile"] if scheme.estimator == "percentile" else peaks
-        return torch.from_numpy(peaks / 127).float().clamp_min(1e-6)
+        return torch.from_numpy(peaks / scheme.input_limit).float().clamp_min(1e-6)
     if scheme.estimator == "max":
-        return torch.tensor(float(peaks.max()) / 127).clamp_min(1e-6)
+        return torch.tensor(float(peaks.max()) / scheme.input_limit).clamp_min(1e-6)
     counts = found["histogram"].astype(np.float64)
     edges = 2.0 ** ((np.arange(NUM_BINS) + 1) / _AN_OCTAVE + _LOWEST)
     if scheme.estimator == "percentile":
@@ -128,7 +134,7 @@ def input_scale(found: Mapping[str, np.ndarray], scheme: QuantizationScheme) -> 
         limit = edges[int(np.searchsorted(np.cumsum(counts), wanted))]
     else:
         limit = _least_error(counts, edges, float(peaks.max()))
-    return torch.tensor(min(limit, float(peaks.max())) / 127).clamp_min(1e-6)
+    return torch.tensor(min(limit, float(peaks.max())) / scheme.input_limit).clamp_min(1e-6)
 
 
 def _least_error(counts: np.ndarray, edges: np.ndarray, peak: float) -> float:

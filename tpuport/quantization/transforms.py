@@ -69,6 +69,11 @@ class Rotate(Transform):
         return type(self)(self.blocks.transpose(-1, -2).contiguous())
 
 
+def transform_of(buffer: str, value: torch.Tensor) -> Transform:
+    """Return the transform that has a buffer of this name."""
+    return {"factors": Divide, "order": Permute, "blocks": Rotate}[buffer](value)
+
+
 def hadamard(size: int) -> torch.Tensor:
     """Return Sylvester's orthogonal matrix of +1 and -1 over sqrt(size), a power of two."""
     made = torch.ones(1, 1)

@@ -25,8 +25,11 @@ class LazyState(Rule):
     `UnexpectedTracerError`.
 
     ## Fix safety
-    There is no automatic fix: the value has to be known before the program is traced. Run one batch
-    in eager PyTorch first (calibration), or compute it in `__init__` where no input is needed.
+    There is no automatic fix: the value has to be known before the program is traced. Calibrate,
+    then freeze: a first pass over several batches returns the statistics as outputs, a buffer gets
+    their value once, on the host, and the step only reads it. A `register_buffer("x", None)` that
+    is not filled by then is in no `state_dict` and so in no file. `tpuport.quantize` does this for
+    the scales of quantized layers. A value that needs no input is made in `__init__`.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.UnexpectedTracerError
@@ -78,8 +81,45 @@ class LazyState(Rule):
             harm="leaks",
             left="no automatic fix",
         ),
+        Example(
+            before="""
+            import torch
+
+
+            class Rounded(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.register_buffer("scale", None)
+                    self.has_scale = False
+
+                def forward(self, x: torch.Tensor):
+                    if not self.has_scale:
+                        self.scale = x.detach().abs().amax() / 127
+                        self.has_scale = True
+                    return torch.round(x / self.scale) * self.scale
+
+
+            forward = Rounded()
+            """,
+            jit_error=None,
+            harm="forgets",
+            left="no automatic fix",
+        ),
     )
     CLEAN = (
+        """
+        import torch
+
+
+        class Rounded(torch.nn.Module):
+            def __init__(self, batches: list[torch.Tensor]):
+                super().__init__()
+                peaks = [x.abs().amax() for x in batches]
+                self.register_buffer("scale", torch.stack(peaks).amax() / 127)
+
+            def forward(self, x: torch.Tensor):
+                return torch.round(x / self.scale) * self.scale
+        """,
         """
         import torch
 

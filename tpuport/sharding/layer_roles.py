@@ -7,8 +7,9 @@ Megatron-LM, arXiv:1909.08053, section 3. A wrong guess costs communication, nev
 
 import enum
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -38,6 +39,19 @@ _BESIDE_COST = (
 )
 # Embeddings with fewer rows are positions or kinds of token, not a vocabulary.
 _VOCABULARY = 1024
+
+
+@runtime_checkable
+class PackedLinear(Protocol):
+    """A linear layer whose weight is in several buffers, such as integer codes and their scales."""
+
+    in_features: int
+    out_features: int
+
+    @property
+    def weight_dims(self) -> Mapping[str, tuple[int, int]]:
+        """Return by buffer its dim of output features and its dim of input features."""
+        ...
 
 
 class LayerRole(enum.StrEnum):
@@ -105,9 +119,34 @@ def uses_of(module: torch.nn.Module) -> dict[str, Use]:
         for name, parameter in owner.named_parameters(recurse=False):
             path = f"{fqn}.{name}" if fqn else name
             uses[path] = _use(fqn, name, owner, parameter, layers.get(fqn))
+        for path, (out_dim, in_dim) in _packed(fqn, owner).items():
+            name = path.rpartition(".")[2]
+            found = _use(fqn, name, owner, owner.get_buffer(name), layers.get(fqn))
+            uses[path] = replace(found, out_dim=out_dim, in_dim=in_dim)
+        for name in _stacked(owner):
+            uses[f"{fqn}.{name}"] = Use(LayerRole.EXPERTS, "experts in one buffer")
     for fqn, parent in module.named_modules():
         uses |= _norms_of(fqn, parent, layers)
     return uses
+
+
+def packed_weights(module: torch.nn.Module) -> set[str]:
+    """Return the fqns of the buffers that hold weights of packed layers."""
+    return {
+        name
+        for fqn, one in module.named_modules()
+        for name in (*_packed(fqn, one), *(f"{fqn}.{name}" for name in _stacked(one)))
+    }
+
+
+def _stacked(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the buffers of a module that hold one part an expert."""
+    return getattr(module, "stacked_buffers", ())
+
+
+def _packed(fqn: str, module: torch.nn.Module) -> dict[str, tuple[int, int]]:
+    dims = module.weight_dims if isinstance(module, PackedLinear) else {}
+    return {f"{fqn}.{name}" if fqn else name: one for name, one in dims.items()}
 
 
 def _norms_of(fqn: str, parent: torch.nn.Module, layers: dict[str, Layer]) -> dict[str, Use]:
@@ -154,8 +193,9 @@ def blocks_of(module: torch.nn.Module) -> list[str]:
 
 
 def _is_deep(module: torch.nn.Module) -> bool:
-    """Return whether a module can be a block: it has child modules, and parameters."""
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+    """Return whether a module can be a block: it has child modules, and weights."""
+    has_weights = any(True for _ in module.parameters()) or packed_weights(module)
+    return any(True for _ in module.children()) and bool(has_weights)
 
 
 def _visit(
@@ -187,8 +227,10 @@ def _visit(
 def _layer(fqn: str, module: torch.nn.Module) -> Layer | None:
     """Return a module as a layer, if it multiplies channels, else None."""
     any_module: Any = module
-    if isinstance(module, torch.nn.Linear):
-        return Layer(fqn, module, "linear", module.in_features, module.out_features, 0, 1)
+    if isinstance(module, torch.nn.Linear | PackedLinear):
+        return Layer(
+            fqn, any_module, "linear", any_module.in_features, any_module.out_features, 0, 1
+        )
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
         # transformers.pytorch_utils.Conv1D: a Linear with a transposed weight.
         return Layer(fqn, module, "linear", any_module.nx, any_module.nf, 1, 0)
@@ -312,7 +354,7 @@ def _use(
     parameter: torch.Tensor,
     layer: Layer | None,
 ) -> Use:
-    if _EXPERTS.search(fqn) and parameter.ndim == 3:
+    if _EXPERTS.search(fqn) and parameter.ndim == 3 and not isinstance(owner, PackedLinear):
         return Use(LayerRole.EXPERTS, f"{parameter.shape[0]} experts in one parameter")
     one = re.search(r"(^|\.)\w*experts\.\d+(\.|$)", fqn) is not None
     if layer is not None:

@@ -19,7 +19,7 @@ from tpuport.sharding.mesh import MeshAxis, make_mesh, sizes_of
 from tpuport.sharding.plan import ShardingPlan
 from tpuport.sharding.rule_table import ShardingRules
 from tpuport.sharding.specs import axes_of, fitted, shown
-from tpuport.sharding.strategies import preset
+from tpuport.sharding.strategies import PRESETS, preset
 from tpuport.sharding.topology import is_described
 from tpuport.tracing.scan_layers import stacked_params
 
@@ -80,6 +80,27 @@ def shard(
     placement = OnMesh(mesh, table, table.shardings(ported, mesh), plan)
     _put(ported, placement)
     return plan
+
+
+def shard_like(made: PortedModel, model: Any) -> None:
+    """Shard a port that was made from another as that one is, if it is.
+
+    A preset is made anew, since the layers of the two may differ; other tables are taken as they
+    are.
+    """
+    placement = model._placement if isinstance(model, PortedModel) else None
+    if not isinstance(placement, OnMesh):
+        return
+    table = placement.rules
+    if table.name in PRESETS:
+        fresh = preset(table.name, made, placement.mesh)
+        table = ShardingRules(
+            fresh, name=table.name, inputs=table.inputs, activations=fresh.activations
+        )
+    with warnings.catch_warnings():
+        # The other port's sharding has told them.
+        warnings.simplefilter("ignore", ShardingWarning)
+        shard(made, placement.mesh, table)
 
 
 def as_rules(rules: Any, model: Any, mesh: Mesh | Mapping[str, int]) -> ShardingRules:

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.name_patterns import generalised, matches
 from tpuport.sharding.constraints import Activations
-from tpuport.sharding.layer_roles import LayerRole, Use, blocks_of, uses_of
+from tpuport.sharding.layer_roles import LayerRole, Use, blocks_of, packed_weights, uses_of
 from tpuport.sharding.leaves import Leaf, module_of, shapes_of
 from tpuport.sharding.mesh import MeshAxis, sizes_of
 from tpuport.sharding.rule_table import ShardingRules
@@ -148,7 +148,7 @@ def sequence_activations(model: Any) -> Activations:
     rows = (
         generalised(name.rpartition(".")[0])
         for name, use in uses_of(module).items()
-        if use.role is LayerRole.ROW and name.endswith(".weight")
+        if use.role is LayerRole.ROW and name.endswith((".weight", ".codes"))
     )
     inputs = {row: entering for row in rows if any(matches(f"{block}.**", row) for block in table)}
     return Activations(table, inputs=inputs).optional()
@@ -183,7 +183,8 @@ def preset(name: str, model: Any, mesh: Sizes, **options: Any) -> ShardingRules:
 
 def _preset(name: str, model: Any, choose: Callable[[str, Leaf], _Choice]) -> ShardingRules:
     choices = {path: choose(path, leaf) for path, leaf in shapes_of(model).items()}
-    for path, _ in module_of(model).named_buffers():
+    packed = packed_weights(module_of(model))
+    for path in dict(module_of(model).named_buffers()).keys() - packed:
         # Buffers such as position tables are used unsharded and have no optimizer state, so fsdp
         # would save little and cost a gather.
         if path in choices and MeshAxis.FSDP in str(choices[path][0]):

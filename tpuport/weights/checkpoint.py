@@ -1,6 +1,6 @@
 """`tpuport.open_checkpoint`: the contents of a checkpoint, read one tensor at a time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,12 @@ class Checkpoint(Mapping[str, TensorInfo]):
             shards = [shard.data for shard in part.addressable_shards]
             part = jax.make_array_from_single_device_arrays(part.shape, part.sharding, shards)
         return backend.to_torch(part)  # pyright: ignore[reportArgumentType]  (numpy serves as well)
+
+    def replaced(self, values: Mapping[str, Value], without: Iterable[str]) -> "Checkpoint":
+        """Return a checkpoint with other values in addition, and without some names."""
+        gone = frozenset(without)
+        kept = {name: value for name, value in self._values.items() if name not in gone}
+        return Checkpoint(self.path, {**kept, **values}, self.located)
 
     def memory_of(self, name: str) -> Any:
         """Return a key that two names share exactly if they are one tensor (tied weights)."""

@@ -57,11 +57,14 @@ def save_checkpoint(
     target, limit = Path(path), _num_bytes(max_shard_size)
     opened = like if like is None or isinstance(like, Checkpoint) else open_checkpoint(like)
     values = values_of(weights, opened)
+    strings = _strings(metadata, opened)
+    if isinstance(weights, HasWeights):
+        strings = {**strings, **weights._checkpoint_metadata()}
     names = list(values.source if opened is None else opened)
     if target.suffix in SAFETENSORS:
         header = _only(opened.headers) if opened else None
         with replacing_file(target) as temporary:
-            _write_safetensors(temporary, values, names, header, _strings(metadata, opened))
+            _write_safetensors(temporary, values, names, header, strings)
     elif target.suffix in TORCH:
         file = _torch_file(opened, None)
         with replacing_file(target) as temporary:
@@ -72,7 +75,7 @@ def save_checkpoint(
         )
         raise UsageError(msg)
     else:
-        _save_folder(target, values, names, limit, _strings(metadata, opened))
+        _save_folder(target, values, names, limit, strings)
 
 
 def _only(headers: Mapping[str, Header]) -> Header | None:

@@ -23,6 +23,10 @@ class HasWeights(Protocol):
         """Return the weights by the names of a checkpoint, and their dtypes in its files."""
         ...
 
+    def _checkpoint_metadata(self) -> dict[str, str]:
+        """Return what a safetensors file says about them besides."""
+        ...
+
 
 @dataclass(frozen=True)
 class Values:
