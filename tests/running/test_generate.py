@@ -70,3 +70,57 @@ def test_what_no_program_does_is_transformers_own_loop(monkeypatch: pytest.Monke
         given = llama().cuda().generate(ids.cuda(), max_new_tokens=2)
     assert torch.equal(given.cpu(), greedy)
     assert "differs from eager" in scope.report.descended[0].reason
+
+
+class Grown(torch.nn.Module):
+    """Methods of a script that call the module with a longer tensor in each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.lin(x)) + x.mean(0, keepdim=True)
+
+    @torch.no_grad()
+    def extended(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        for _ in range(n):
+            x = torch.cat([x, self(x)[-1:]])
+        return x
+
+    @torch.no_grad()
+    def noted(self, x: torch.Tensor, n: int) -> torch.Tensor:
+        for i in range(n):
+            self.seen.append(i)
+            x = torch.cat([x, self(x)[-1:]])
+        return x
+
+
+def test_a_method_that_makes_a_tensor_longer_is_one_program() -> None:
+    torch.manual_seed(0)
+    eager, x = Grown(), torch.randn(3, 4)
+    expected = [eager.extended(x, n) for n in (6, 6, 7)]
+    with tpuport.porting() as scope:
+        model = Grown().cuda()
+        model.load_state_dict(eager.state_dict())
+        given = [model.extended(x.cuda(), n) for n in (6, 6, 7)]  # in a loop of the caller's, too
+    for ours, theirs in zip(given, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs)
+    assert [len(report.retraces) for report in scope.report.programs] == [1]
+    assert not scope.report.descended
+
+
+def test_a_loop_that_is_no_program_runs_as_it_is_written() -> None:
+    torch.manual_seed(0)
+    eager, x = Grown(), torch.randn(3, 4)
+    expected = eager.noted(x, 5)
+    with tpuport.porting() as scope:
+        model = Grown().cuda()
+        model.load_state_dict(eager.state_dict())
+        given = model.noted(x.cuda(), 5)
+    torch.testing.assert_close(given.cpu(), expected)
+    assert model.seen == eager.seen == [0, 1, 2, 3, 4]
+    (one,) = scope.report.descended
+    assert one.what == "Grown.noted"
+    assert "for i in range(n):" in one.reason

@@ -114,6 +114,10 @@ class LiveModel(PortedModel):
         self._share_buffers()
         return out
 
+    def keep_loops(self, method: str) -> None:
+        """Refuse the method if a loop that makes tensors longer would be compiled by rounds."""
+        self._tracer.whole.add(method)
+
     # -- state of the user's module ----------------------------------------------------------------
 
     def _taken_apart(self, module: torch.nn.Module) -> StateTree:

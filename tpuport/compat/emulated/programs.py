@@ -118,7 +118,13 @@ def call(
 
 
 def _run(
-    module: torch.nn.Module, method: str, args: tuple[Any, ...], kwargs: Any, settings: Any
+    module: torch.nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    settings: PortingSettings,
+    *,
+    is_whole: bool = False,
 ) -> Any:
     with _ONE_AT_A_TIME, part_of_program():
         model = _PROGRAMS.get(module)
@@ -130,27 +136,31 @@ def _run(
             _PROGRAMS[module] = model
             settings.report.programs.append(model.report)
         settings.calls.note(module, _DESCENDED)
+        if is_whole:
+            model.keep_loops(method)
         out = model.call(method, args, kwargs)
         _REFUSED.pop((type(module), method), None)
         return out
 
 
-def generate(module: torch.nn.Module, original: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Generate by two programs; otherwise by transformers' own loop, each step a program.
+def attempt(
+    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a method whose loop makes tensors longer as one program, if its loop can be one.
 
-    The tokens of that loop are right too, so a refusal and other tokens than eager's end in it.
+    Otherwise it runs as it is written, with each step as a program. What that gives is right too,
+    so other tokens than eager's (of two logits that are equal but for rounding) are no error.
     """
     settings = active()
     assert settings is not None
     try:
-        with torch.no_grad():
-            return _run(module, "generate", args, kwargs, settings)
+        return _run(module, method, args, kwargs, settings, is_whole=True)
     except (PortError, UsageError) as error:
         # A program that cannot be made is not tried again; an argument may be another next time.
         if isinstance(error, PortError):
-            _DESCENDED.setdefault(module, set()).add("generate")
+            _DESCENDED.setdefault(module, set()).add(method)
         _forget_if_empty(module, settings)
-        one = Descended(f"{type(module).__name__}.generate", str(error))
+        one = Descended(f"{type(module).__name__}.{method}", str(error))
         if one not in settings.report.descended:
             settings.report.descended.append(one)
     return original(module, *args, **kwargs)

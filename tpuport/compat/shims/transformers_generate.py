@@ -4,6 +4,8 @@ import functools
 import importlib
 from typing import Any
 
+import torch
+
 from tpuport.compat.emulated import programs
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.generation.generate import is_transformers
@@ -26,6 +28,7 @@ class TransformersGenerate(Shim):
             is_ours = kwargs.get("custom_generate") is None and is_transformers(self)
             if not is_ours or not programs.becomes_program(self, "generate"):
                 return original(self, *args, **kwargs)
-            return programs.generate(self, original, args, kwargs)
+            with torch.no_grad():
+                return programs.attempt(self, "generate", original, args, kwargs)
 
         return [Replacement(mixin, "generate", generate)]

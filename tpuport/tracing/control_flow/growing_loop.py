@@ -25,6 +25,7 @@ from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.sym_node import Linear, NumberNode
 from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, version, wrap
@@ -86,6 +87,8 @@ def traced_range(
             raise RestartTrace()
         numbers = numbers[_SEEN_ROUNDS:]
     if isinstance(loops[key], str):
+        if trace.explorer.plan.whole:
+            raise not_whole(loops[key], site)
         trace.explorer.branches[site] = f"{len(key[1])} rounds compiled one by one: {loops[key]}"
         return _unrolled(numbers, body, operands)
     trace.explorer.branches[site] = f"one lax.scan of {len(numbers)} rounds, with growing tensors"
