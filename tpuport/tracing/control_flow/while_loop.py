@@ -12,6 +12,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.growth import Reached
 from tpuport.tracing.control_flow.merge import (
     Decisions,
     branch_leaf,
@@ -59,8 +60,10 @@ class _Loop:
         test: Callable[..., Any],
         body: Callable[..., Any],
         operands: tuple[Any, ...],
+        *,
+        watched: bool,
     ) -> None:
-        self.trace, self.test, self.body = trace, test, body
+        self.trace, self.test, self.body, self.watched = trace, test, body, watched
         leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf, shared=False)
         self.leaves = leaves
         self.metas = [leaf_meta(leaf) for leaf in leaves]
@@ -207,6 +210,7 @@ class _Loop:
         values, memory, counts, code, ran = carried
         self._enter(counts, code)
         self._check_condition(values, memory)
+        watch = Reached([self.test, self.body] if self.watched else [])
         with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)
@@ -223,7 +227,7 @@ class _Loop:
             memory = self.memory.after(self.inside, memory, ran)
         self._note_same(found)
         self.drawn = self._drew(counts)
-        self._refuse_uncarried(effects, found, spec)
+        self._refuse_uncarried(effects, found, spec, watch)
         self.flows = [max(a, flow_of([b])) for a, b in zip(self.flows, found, strict=True)]
         after = [
             before if index in self.memory.given else self._same_dtype(leaf, meta, before)
@@ -272,11 +276,14 @@ class _Loop:
         with int64.scope():
             return value.astype(before.dtype)
 
-    def _refuse_uncarried(self, effects: Effects, found: list[Any], spec: pytree.TreeSpec) -> None:
+    def _refuse_uncarried(
+        self, effects: Effects, found: list[Any], spec: pytree.TreeSpec, watch: Reached
+    ) -> None:
         """Refuse a body that does more than return new values of the variables."""
         if any(extents_of(leaf) for leaf in found):
             raise unsized("a value that a while loop carries")
-        if effects.rebound or effects.wrote_on_host or spec.key != self.spec.key:
+        changed = watch.changed() != set() or spec.key != self.spec.key
+        if effects.rebound or effects.wrote_on_host or changed:
             raise port_error(
                 "a while loop on a traced value changes Python values, or the `.data` of tensors,"
                 " that it does not carry",
@@ -311,15 +318,20 @@ def _breadth(value: jax.Array) -> int:
 
 
 def traced_while(
-    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    watched: bool = False,
 ) -> Any:
     """Run `while test(*operands): operands = body(*operands)` on the device.
 
     Raises:
         PortError: an operand changes its shape, dtype or Python value in the body, the body writes
-            to other tensors, or the condition draws random numbers.
+            to other tensors (or, if it is `watched`, changes any Python value), or the condition
+            draws random numbers.
     """
     trace = current()
     assert trace is not None
     refuse_loop()
-    return _Loop(trace, test, body, operands).run()
+    return _Loop(trace, test, body, operands, watched=watched).run()
