@@ -20,7 +20,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
-from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Reached
+from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
 from tpuport.tracing.control_flow.while_loop import traced_while
 from tpuport.tracing.core import sym_numbers
@@ -215,11 +215,11 @@ def _observed(
     The last value says that a traced value may have ended the loop, which was left aside.
     """
     ran, ended = 0, False
-    watches: list[Reached] = []
+    watches: list[Surroundings] = []
     growth = Growth(peel, why="it has few rounds")
     while not _true(source.is_over(ran, operands)):
         if ran >= peel:
-            watches.append(Reached(source.functions, operands))
+            watches.append(Surroundings(source.functions, operands))
         stop, operands = source.round(ran, operands)
         ran += 1
         for watch in watches:
@@ -254,7 +254,7 @@ class _Growing:
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
             self.over, operands = source.round(number, operands)
-        self.outside = Reached(source.functions, operands)
+        self.outside = Surroundings(source.functions, operands)
         if not self.outside.has(growth.places):
             raise _unproved("a round changes Python values that are no variables of the loop")
         before = (operands, self.outside.read(growth.places))
@@ -391,7 +391,7 @@ class _Growing:
             before = self.outside.read(places)
             self.outside.write(places, held)
             at = self.source.number(self.growth.peel, index)
-            watch = Reached(self.source.functions, operands)
+            watch = Surroundings(self.source.functions, operands)
             first = next(SERIALS)
 
             def run() -> Any:
@@ -441,7 +441,7 @@ class _Growing:
         return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
 
     def _refuse_effects(
-        self, effects: Effects, watch: Reached, spec: Any, places: tuple[Place, ...]
+        self, effects: Effects, watch: Surroundings, spec: Any, places: tuple[Place, ...]
     ) -> None:
         """Refuse a round that does more than return new values of the variables."""
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]

@@ -73,7 +73,7 @@ class Growth:
     ends: bool = False
 
 
-class Reached:
+class Surroundings:
     """What a round may change besides the variables: all that its functions reach.
 
     It also notes the variables and what is reached before the first and after each round.

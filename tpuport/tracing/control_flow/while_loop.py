@@ -12,7 +12,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
-from tpuport.tracing.control_flow.growth import Reached
+from tpuport.tracing.control_flow.growth import Surroundings
 from tpuport.tracing.control_flow.merge import (
     Decisions,
     branch_leaf,
@@ -210,7 +210,7 @@ class _Loop:
         values, memory, counts, code, ran = carried
         self._enter(counts, code)
         self._check_condition(values, memory)
-        watch = Reached([self.test, self.body] if self.watched else [])
+        watch = Surroundings([self.test, self.body] if self.watched else [])
         with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)
@@ -277,7 +277,7 @@ class _Loop:
             return value.astype(before.dtype)
 
     def _refuse_uncarried(
-        self, effects: Effects, found: list[Any], spec: pytree.TreeSpec, watch: Reached
+        self, effects: Effects, found: list[Any], spec: pytree.TreeSpec, watch: Surroundings
     ) -> None:
         """Refuse a body that does more than return new values of the variables."""
         if any(extents_of(leaf) for leaf in found):
