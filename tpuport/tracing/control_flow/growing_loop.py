@@ -38,8 +38,7 @@ from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, note_dyna
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
 _MOST_ROUNDS = 1 << 16
-# Branches that end a loop are explored one after the other, each with all rounds before it.
-_MOST_ENDS = 8
+_CANNOT = "a loop whose tensors grow cannot be one program: "
 # Numbers are computed in 32 bits.
 _LARGEST = 1 << 30
 
@@ -152,7 +151,8 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
     if growth.why:
         if plan.whole:
             raise not_whole(growth.why, site)
-        _refuse_many_ends(source, growth, site)
+        if growth.ends:
+            raise _no_ends(growth.why, site)
         trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
         return _unrolled(source, operands, ran)
     try:
@@ -184,21 +184,22 @@ def _unrolled(source: _Source, operands: tuple[Any, ...], ran: int) -> tuple[Any
         ran += 1
 
 
-def _refuse_many_ends(source: _Source, growth: Growth, site: str) -> None:
-    """Refuse a loop that a traced value ends, if each round was a path of its own.
+def _no_ends(why: str, site: str) -> PortError:
+    """Return the refusal of a loop that a traced value ends, with a tensor of unknown length."""
+    return port_error(
+        "a loop that a traced value ends, and whose tensors grow, cannot be one program:"
+        f" {why.removeprefix(_CANNOT)}",
+        code="TPU612",
+        place=site,
+        remedy="write the results into a tensor that has its full size before the loop, or look for"
+        " the end on the host, between calls of a program of some rounds",
+    )
 
-    Raises:
-        PortError: it has many rounds.
-    """
-    if isinstance(source, _Range) and growth.ends and len(source.numbers) > _MOST_ENDS:
-        raise port_error(
-            "a loop that a traced value ends cannot be one program, and its"
-            f" {len(source.numbers)} rounds are too many paths: {growth.why}",
-            code="TPU104",
-            place=site,
-            remedy="write the results into a tensor that has its full size before the loop, or"
-            " look for the end on the host, between calls of a program of some rounds",
-        )
+
+def _sizes(operands: Any) -> list[Any]:
+    """Return the sizes of the tensors among the operands."""
+    leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
+    return [tuple(torch.Tensor.size(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _described(leaf: Any) -> Any:
@@ -214,7 +215,7 @@ def _observed(
 
     The last value says that a traced value may have ended the loop, which was left aside.
     """
-    ran, ended = 0, False
+    ran, ended, before = 0, False, _sizes(operands)
     watches: list[Surroundings] = []
     growth = Growth(peel, why="it has few rounds")
     while not _true(source.is_over(ran, operands)):
@@ -236,7 +237,8 @@ def _observed(
                 growth = found
             if not found.why or ran == _SEEN_ROUNDS + 1:
                 break
-    return replace(growth, ends=ended), operands, ran, ended
+    grew = ended and before != _sizes(operands)
+    return replace(growth, ends=grew), operands, ran, ended
 
 
 def _true(value: Any) -> bool:
@@ -492,7 +494,7 @@ def _is_number(value: Any, expected: Any) -> bool:
 
 def _unproved(why: str) -> PortError:
     return port_error(
-        f"a loop whose tensors grow cannot be one program: {why}",
+        f"{_CANNOT}{why}",
         code="TPU104",
         remedy="write the results into a tensor that has its full size before the loop",
     )
