@@ -13,9 +13,9 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import is_inside
 from tpuport.source.rewrite.live import Site
-from tpuport.tracing.core.active import innermost
+from tpuport.tracing.core.active import Attempts, innermost
 from tpuport.tracing.core.errors import TRACER, port_error
-from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor
 
 # A running frame, by its id, with its code and the instruction that it is at.
@@ -49,7 +49,7 @@ def note_joined(parts: Iterable[Any], result: Any) -> None:
 def _ask(
     stack: Stack,
     earlier: set[tuple[int, CodeType]],
-    plan: SpeculationLog,
+    plan: Attempts,
     *,
     counted: bool = False,
 ) -> None:
