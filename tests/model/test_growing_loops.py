@@ -1,5 +1,8 @@
 """Loops over a range that make tensors longer: one program, equal to eager PyTorch."""
 
+import copy
+import importlib.util
+
 import jax
 import pytest
 import torch
@@ -7,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpuport
+from tests.model import growing_programs
 from tpuport.tracing.control_flow import growing_loop
 
 
@@ -84,13 +88,17 @@ def test_draws_are_those_of_the_unrolled_loop(monkeypatch):
 class Loops(nn.Module):
     """Hand-made loops; `scanned` are those that become one program."""
 
-    scanned = ("two", "rows", "indexed", "counted", "cached", "softened", "wide", "nested")
+    scanned = (
+        *("two", "rows", "indexed", "counted", "cached", "softened", "wide", "nested"),
+        *("noted", "first", "past_is_none", "attribute", "items", "until", "ended"),
+    )
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4)
         self.calls = 0
+        self.kept = None
 
     def two(self, x):
         k, v = x, x[:, :2] * 2
@@ -226,13 +234,72 @@ class Loops(nn.Module):
         return x
 
 
-LOOPS = [name for name, value in vars(Loops).items() if callable(value) and name[0] != "_"]
+class MoreLoops(Loops):
+    """Loops whose state is not only in their variables, or whose rounds are not counted."""
+
+    def past_is_none(self, x):
+        past, y = None, x
+        for _ in range(5):
+            past = y if past is None else torch.cat([past, y])
+            y = torch.softmax(y[-1:] @ past.T, -1) @ past
+        return y, past
+
+    def attribute(self, x):
+        self.kept = None
+        for _ in range(5):
+            self.remember(x[-1:])
+            x = torch.cat([x, torch.tanh(self.kept.mean(0, keepdim=True))])
+        return x, self.kept
+
+    def remember(self, x):
+        y = self.lin(x)
+        self.kept = y if self.kept is None else torch.cat([self.kept, y])
+
+    def items(self, x):
+        caches, table = [(x, x * 2), (x * 3, x)], {"rows": x}
+        y = x[-1:]
+        for _ in range(5):
+            for j, (k, v) in enumerate(caches):
+                caches[j] = k, v = torch.cat([k, y]), torch.cat([v, y.tanh()])
+                y = torch.softmax(y @ k.T, -1) @ v
+            table["rows"] = torch.cat([table["rows"], y])
+        return y, caches, table
+
+    def until(self, x):
+        n = 1
+        while x.size(0) < 9 and n < 40:
+            n += 2
+            x = torch.cat([x, torch.tanh(self.lin(x[-1:]) * n)])
+        return x, n
+
+    def ended(self, x, low=-0.1):
+        n, y = 0, x
+        with torch.no_grad():
+            for i in range(1, 12):
+                n += 1
+                y = torch.cat([y, torch.sin(y[-1:] * i + y.mean(0, keepdim=True))])
+                if y[-1].sum() < low and i > 1:
+                    break
+        return y, n, y.shape[0]
+
+    def ended_before(self, x):
+        for _ in range(20):
+            y = torch.sin(x[-1:] * 2)
+            if y.sum() < -9:
+                break
+            x = torch.cat([x, y])
+        return x
+
+
+NO_LOOPS = ("remember", "ended_before")
+MEMBERS = {**vars(Loops), **vars(MoreLoops)}
+LOOPS = [n for n, v in MEMBERS.items() if callable(v) and n[0] != "_" and n not in NO_LOOPS]
 
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_equals_eager(name):
     torch.manual_seed(1)
-    model = Loops()
+    model = MoreLoops()
     ported = tpuport.convert(model, methods=tuple(LOOPS))
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -246,9 +313,64 @@ def test_loop_equals_eager(name):
         assert scans(ported), str(ported.report)
 
 
+def test_a_loop_ends_where_eager_ends():
+    torch.manual_seed(1)
+    model = MoreLoops()
+    ported = tpuport.convert(model, methods=("ended",))
+    rounds = set()
+    for seed in range(6):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed))
+        y, n, size = ported.ended(x)
+        want = model.ended(x)
+        torch.testing.assert_close(tpuport.to_torch(y), want[0])
+        assert (n, size) == want[1:]
+        rounds.add(n)
+    assert len(rounds) > 2
+    assert not ported.report.retraces
+
+
+def test_an_end_before_the_tensor_grows_is_refused_at_its_line():
+    ported = tpuport.convert(MoreLoops(), methods=("ended_before",))
+    with pytest.raises(tpuport.PortError, match=r"(?s)TPU101.*if y.sum\(\) < -9:"):
+        ported.ended_before(torch.randn(3, 4))
+
+
+def check_program(seed, folder):
+    """Compare a random loop with eager PyTorch, and return whether it is one scan."""
+    path = folder / f"growing_{seed}.py"
+    path.write_text(growing_programs.program(seed), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    torch.manual_seed(seed)
+    model = made.M()
+    with torch.set_grad_enabled(seed % 3 == 0):
+        eager = copy.deepcopy(model)
+        try:
+            ported = tpuport.convert(model, methods=("go",), verify=False)
+            for _ in range(3):
+                x = torch.randn(3, 4)
+                given, theirs = x.clone(), x.clone()
+                got, want = tpuport.to_torch(ported.go(given)), eager.go(theirs)
+                torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4, equal_nan=True)
+                torch.testing.assert_close(given, theirs)
+        except tpuport.PortError:
+            return False
+    return bool(scans(ported))
+
+
+def test_random_loops(tmp_path):
+    assert [check_program(seed, tmp_path) for seed in (0, 4, 26)] == [True, True, True]
+
+
+@pytest.mark.slow
+def test_many_random_loops(tmp_path):
+    assert sum(check_program(seed, tmp_path) for seed in range(1000, 1100)) > 40
+
+
 def test_gradient_of_a_growing_loop():
     torch.manual_seed(1)
-    model, x = Loops(), torch.randn(3, 4)
+    model, x = MoreLoops(), torch.randn(3, 4)
     for name in ("two", "rows", "softened"):
         ported = tpuport.convert(model, methods=(name,))
 

@@ -39,7 +39,11 @@ def cond(
 
 
 def while_loop(
-    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    grows: bool = False,
 ) -> tuple[Any, ...]:
     """Run `while test(*operands): operands = body(*operands)`.
 
@@ -47,10 +51,15 @@ def while_loop(
         test: Function called with the loop's carried values before each iteration.
         body: Function called in each iteration; returns the carried values as a tuple.
         operands: The carried values at the start.
+        grows: Whether an iteration makes a tensor longer; it may change Python values, too.
 
     Returns:
         The carried values at the end.
     """
+    if grows and _holds_traced(operands):
+        from tpuport.tracing.control_flow.growing_loop import counted_while
+
+        return counted_while(test, body, operands)
     while True:
         again = test(*operands)
         if is_traced(again):
@@ -92,7 +101,11 @@ def for_each(
 
 
 def for_range(
-    numbers: range, body: Callable[..., Any], operands: tuple[Any, ...]
+    numbers: range,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for number in numbers: operands = body(number, *operands)`.
 
@@ -102,6 +115,7 @@ def for_range(
             tuple. In a program a tensor that each round makes longer becomes a buffer, and the body
             is compiled once, where that is proved to be the same.
         operands: The carried values at the start.
+        stops: Whether the body returns, before the carried values, whether the loop ends after it.
 
     Returns:
         The carried values at the end.
@@ -109,9 +123,12 @@ def for_range(
     if _holds_traced(operands):
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
-        return traced_range(numbers, body, operands)
+        return traced_range(numbers, body, operands, stops=stops)
     for number in numbers:
-        operands = body(number, *operands)
+        made = body(number, *operands)
+        operands = made[1:] if stops else made
+        if stops and made[0]:
+            break
     return operands
 
 

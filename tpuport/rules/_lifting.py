@@ -142,6 +142,24 @@ def _defines(node: ast.AST, name: str) -> bool:
     return isinstance(node, SCOPES) and name in own_bindings(node)
 
 
+def is_range(node: ast.expr) -> bool:
+    """Return whether an expression is a call of Python's `range`."""
+    match node:
+        case ast.Call(func=ast.Name(id="range")):
+            return True
+        case _:
+            return False
+
+
+def end_of(node: ast.AST) -> ast.If | None:
+    """Return the last statement of a loop over a range if it is `if test: break`."""
+    match node:
+        case ast.For(body=[_, *_, ast.If(body=[ast.Break()], orelse=[]) as last], iter=iterated):
+            return last if is_range(iterated) else None
+        case _:
+            return None
+
+
 def refuse_loop_exits(statements: Iterable[ast.stmt], context: Context) -> None:
     """Raise if statements `break` or `continue` a loop around them.
 

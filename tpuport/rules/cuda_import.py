@@ -178,7 +178,9 @@ class CudaImport(Rule):
         if around and function is not None and function.body[-1] is around[-1]:
             return  # it only imports: its callers ask first
         # Not by role: code that uses a package of kernels is taken for code that no TPU runs.
-        lazy = bool(chosen or around) or (function is not None and not _is_entry(function, context.module))
+        lazy = bool(chosen or around) or (
+            function is not None and not _is_entry(function, context.module)
+        )
         reached = Severity.DEVICE if lazy or is_aside(node, context.module) else Severity.ERROR
         context.report(self, node, package=packages[0], severity=reached)
 

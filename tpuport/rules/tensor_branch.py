@@ -4,7 +4,7 @@ import ast
 
 from tpuport.rules._blocks import Layout, StatementBlock
 from tpuport.rules._expressions import OPS, Expressions, function_around
-from tpuport.rules._lifting import Lift, refuse_loop_exits
+from tpuport.rules._lifting import Lift, end_of, refuse_loop_exits
 from tpuport.rules._reports import is_report
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import NameSet
@@ -237,7 +237,9 @@ class TensorBranch(Rule):
 
     def visit_If(self, node: ast.If, context: Context) -> None:
         if context.asks_traced(node.test) and not is_report(node):
-            context.report(self, node, test=node.test)
+            # The end of a loop is made one with the loop, by TPU104.
+            if not context.is_live or end_of(context.module.parents[node]) is not node:
+                context.report(self, node, test=node.test)
 
     def visit_IfExp(self, node: ast.IfExp, context: Context) -> None:
         if context.asks_traced(node.test):

@@ -5,7 +5,7 @@ import ast
 from tpuport.rules._blocks import Layout
 from tpuport.rules._effects import refuse_changed_operands, refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
-from tpuport.rules._lifting import Lift, as_tuple, refuse_loop_exits
+from tpuport.rules._lifting import Lift, as_tuple, end_of, is_range, refuse_loop_exits
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -134,11 +134,11 @@ class TensorWhile(Rule):
         # Only a trace knows whether the number of rows depends on data.
         if not context.is_live or not context.is_traced(node.iter):
             return
-        if _is_range(node.iter) or not _is_builtin(node.iter):
+        if is_range(node.iter) or not _is_builtin(node.iter):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
-        if isinstance(node, ast.For) and _is_range(node.iter):
+        if isinstance(node, ast.For) and is_range(node.iter):
             return Fix((_range_edit(node, context),), (OPS,))
         if isinstance(node, ast.For):
             return Fix((_for_edit(node, context),), (OPS,))
@@ -153,7 +153,8 @@ class TensorWhile(Rule):
             raise NotFixable("it is never reached")
         # The next iteration also reads the variables that the body assigns.
         after = flow.after[node] | flow.after[node.body[-1]]
-        lift = Lift(node, [node.body], context, after=after)
+        # What else a round changes of a loop that makes a tensor longer is seen when it runs.
+        lift = Lift(node, [node.body], context, after=after, effects=context.grows(node))
         refuse_changed_operands(node.body, context, carried=lift.outputs)
         for name in lift.outputs:
             if name not in lift.bound_before:
@@ -178,7 +179,8 @@ def _loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
         layout.function(names[0], carried, returned),
         layout.function(names[1], carried, layout.body().at(layout.inner), result),
     ]
-    call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state})"
+    more = ", grows=True" if context.grows(node) else ""
+    call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state}{more})"
     target = state if len(carried) == 1 else ", ".join(carried)
     return layout.edit([*functions, layout.line(f"{target} = {call}")], expressions, gap=True)
 
@@ -203,27 +205,21 @@ def _for_edit(node: ast.For, context: Context) -> Edit:
     return _call_edit(node, lift, context, "for_each", as_tuple(lift.written))
 
 
-def _is_range(node: ast.expr) -> bool:
-    match node:
-        case ast.Call(func=ast.Name(id="range")):
-            return True
-        case _:
-            return False
-
-
 def _range_edit(node: ast.For, context: Context) -> Edit:
     """Return the edit that makes a loop over a range a function and a call of `for_range`."""
     for inner in walk_scope(node.body):
         if isinstance(inner, ast.Yield | ast.YieldFrom | ast.Await | ast.Delete):
             raise NotFixable("its body yields, awaits or deletes a name")
     # What else a round changes is seen when it runs.
-    lift = _lifted(node, context, effects=True)
+    end = end_of(node)
+    lift = _lifted(node, context, end=end, effects=True)
     if not lift.outputs:
         raise NotFixable("it changes nothing that is read later")
-    return _call_edit(node, lift, context, "for_range")
+    more = () if end is None else ("stops=True",)
+    return _call_edit(node, lift, context, "for_range", *more, end=end)
 
 
-def _lifted(node: ast.For, context: Context, **options: bool) -> Lift:
+def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **options: bool) -> Lift:
     """Return the names that the body of a loop takes and returns.
 
     Raises:
@@ -232,9 +228,9 @@ def _lifted(node: ast.For, context: Context, **options: bool) -> Lift:
     flow = context.flow(function_around(node, context))
     if returns(node.body) or node.orelse:
         raise NotFixable("it has an else block" if node.orelse else "its body returns")
-    exits = list(loop_exits(node.body))
+    exits = list(loop_exits([one for one in node.body if one is not end]))
     refuse_loop_exits([e for e in exits if isinstance(e, ast.Break)], context)
-    refuse_effects([node.iter], context)
+    refuse_effects([node.iter] if end is None else [node.iter, end.test], context)
     if node not in flow.before:
         raise NotFixable("it is never reached")
     given = targets(node.target)
@@ -248,20 +244,37 @@ def _lifted(node: ast.For, context: Context, **options: bool) -> Lift:
     return lift
 
 
-def _call_edit(node: ast.For, lift: Lift, context: Context, function: str, *more: str) -> Edit:
-    """Return the edit that makes the body of a loop a function, and calls one of `ops` with it."""
+def _call_edit(
+    node: ast.For,
+    lift: Lift,
+    context: Context,
+    function: str,
+    *more: str,
+    end: ast.If | None = None,
+) -> Edit:
+    """Return the edit that makes the body of a loop a function, and calls one of `ops` with it.
+
+    With an `end`, the function returns before the rest whether the loop ends.
+    """
     state = as_tuple(lift.outputs)
     layout, expressions = Layout(node, context), Expressions(context)
-    result = f"return {state}"
-    layout.replaced = dict.fromkeys(loop_exits(node.body), result)
+    result = f"return {state}" if end is None else f"return {as_tuple(['False', *lift.outputs])}"
+    body = [one for one in node.body if one is not end]
+    layout.replaced = dict.fromkeys(loop_exits(body), result)
     is_name = isinstance(node.target, ast.Name)
     row = ast.unparse(node.target) if is_name else context.module.fresh_name(node, "row")
     unpacked = None if is_name else layout.line(f"{ast.unparse(node.target)} = {row}", layout.inner)
     name = context.module.fresh_name(node, "loop_body")
     last = layout.line(result, layout.inner)
+    if end is not None:
+        layout.dropped.add(end)
+        with expressions.moving(end.test):
+            test = expressions.truth(end.test)
+        outputs = ", ".join(lift.outputs)
+        last = layout.line("return (", layout.inner) + test + f", {outputs})"
     parameters = [row, *lift.outputs]
-    body = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
+    made = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
     bound = f"{state} = " if lift.outputs else ""
     arguments = [expressions.copy(node.iter), name, state, *more]
     call = layout.call(bound, f"{OPS}.{function}", arguments)
-    return layout.edit([body, call], expressions, gap=True)
+    return layout.edit([made, call], expressions, gap=True)

@@ -13,6 +13,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.foundation.pytree.clone import Cloner, clone_module
+from tpuport.generation import generate
 from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients as parity
@@ -76,6 +77,8 @@ class LiveModel(PortedModel):
         if verified:
             self._verifier = verify.Verifier(self, self._source, rtol)
             self._verifier.always = verified == "always"
+        if generate.is_transformers(module):
+            self._composed["generate"] = generate.TextGeneration(self)
 
     @property
     def methods_compiled(self) -> set[str]:
@@ -110,6 +113,10 @@ class LiveModel(PortedModel):
         self._give_back(before)
         self._share_buffers()
         return out
+
+    def keep_loops(self, method: str) -> None:
+        """Refuse the method if a loop that makes tensors longer would be compiled by rounds."""
+        self._tracer.whole.add(method)
 
     # -- state of the user's module ----------------------------------------------------------------
 
@@ -334,6 +341,8 @@ class LiveModel(PortedModel):
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        if self._is_composed(method):
+            return super()._run(method, args, kwargs)
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
         prepared = self._prepare(method, args, kwargs)
@@ -386,8 +395,10 @@ class LiveModel(PortedModel):
 
     def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Other sizes take the same path; the other training mode or another option does not.
-        spec = arguments.flatten_call((args, kwargs))[1]
-        return method, spec.key, self._state_version, self._number, torch.is_grad_enabled()
+        key: Any = arguments.flatten_call((args, kwargs))[1].key
+        if self._is_composed(method):
+            key = len(args), frozenset(kwargs)
+        return method, key, self._state_version, self._number, torch.is_grad_enabled()
 
     def _note_saved(self, path: Any, expected: Reference) -> None:
         self._saved_inputs[path] = saved_inputs(expected)

@@ -19,7 +19,7 @@ from tpuport.compat.emulated import captured_outputs
 from tpuport.compat.emulated.live_module import LiveModel
 from tpuport.compat.emulated.report import Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
-from tpuport.foundation.errors import ParityError, PortError
+from tpuport.foundation.errors import ParityError, PortError, UsageError
 from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.foundation.tracebacks import trim
 from tpuport.tracing.core.context import current
@@ -103,22 +103,7 @@ def call(
     try:
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             return original(module, *args, **kwargs)
-        with _ONE_AT_A_TIME, part_of_program():
-            model = _PROGRAMS.get(module)
-            if model is None:
-                captured_outputs.prepare(module)
-                model = LiveModel(
-                    module,
-                    verified=settings.verify,
-                    rtol=settings.rtol,
-                    fallback=settings.fallback,
-                )
-                _PROGRAMS[module] = model
-                settings.report.programs.append(model.report)
-            settings.calls.note(module, _DESCENDED)
-            out = model.call(method, args, kwargs)
-            _REFUSED.pop((type(module), method), None)
-            return out
+        return _run(module, method, args, kwargs, settings)
     except PortError as error:
         is_whole = not _has_parts(module) and not _has_hooks(module)
         if is_whole or isinstance(error, ParityError):
@@ -129,6 +114,55 @@ def call(
         _REFUSED[type(module), method] += 1
         _forget_if_empty(module, settings)
         _say_descended(module, method, error, settings)
+    return original(module, *args, **kwargs)
+
+
+def _run(
+    module: torch.nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    settings: PortingSettings,
+    *,
+    is_whole: bool = False,
+) -> Any:
+    with _ONE_AT_A_TIME, part_of_program():
+        model = _PROGRAMS.get(module)
+        if model is None:
+            captured_outputs.prepare(module)
+            model = LiveModel(
+                module, verified=settings.verify, rtol=settings.rtol, fallback=settings.fallback
+            )
+            _PROGRAMS[module] = model
+            settings.report.programs.append(model.report)
+        settings.calls.note(module, _DESCENDED)
+        if is_whole:
+            model.keep_loops(method)
+        out = model.call(method, args, kwargs)
+        _REFUSED.pop((type(module), method), None)
+        return out
+
+
+def attempt(
+    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a method whose loop makes tensors longer as one program, if its loop can be one.
+
+    Otherwise it runs as it is written, with each step as a program. What that gives is right too,
+    so other tokens than eager's (of two logits that are equal but for rounding) are no error.
+    """
+    settings = active()
+    assert settings is not None
+    try:
+        return _run(module, method, args, kwargs, settings, is_whole=True)
+    except (PortError, UsageError) as error:
+        # A program that cannot be made is not tried again; an argument may be another next time.
+        if isinstance(error, PortError):
+            _DESCENDED.setdefault(module, set()).add(method)
+        _forget_if_empty(module, settings)
+        one = Descended(f"{type(module).__name__}.{method}", str(error))
+        if one not in settings.report.descended:
+            settings.report.descended.append(one)
     return original(module, *args, **kwargs)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tpuport.compat.emulated import programs
+from tpuport.compat.emulated.growing_methods import growing_methods
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import REPLACED, Replacement, Shim
 
@@ -30,7 +31,10 @@ class ModuleProgram(Shim):
 
 
 class MethodProgram(Shim):
-    """A method that the user named is one program, as a module call is."""
+    """A method that the user named is one program, as a module call is.
+
+    So is one whose loop makes a tensor longer, if the loop can be one.
+    """
 
     TARGET = "torch.nn.Module.__init_subclass__"
     REASON = "a sampler or loss is often a method that calls several modules"
@@ -57,15 +61,18 @@ def _subclasses(cls: type) -> Iterator[type]:
 
 def _named_methods(cls: type) -> list[Replacement]:
     settings = active()
-    names = programs.program_methods(settings, cls) if settings is not None else []
-    return [Replacement(cls, name, _as_program(cls.__dict__[name], name)) for name in names]
+    if settings is None:
+        return []
+    ways = dict.fromkeys(growing_methods(cls), programs.attempt)
+    ways |= dict.fromkeys(programs.program_methods(settings, cls), programs.call)
+    return [Replacement(cls, n, _as_program(cls.__dict__[n], n, way)) for n, way in ways.items()]
 
 
-def _as_program(original: Any, name: str) -> Any:
+def _as_program(original: Any, name: str, way: Any) -> Any:
     @functools.wraps(original)
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not programs.becomes_program(module, name):
             return original(module, *args, **kwargs)
-        return programs.call(module, name, original, args, kwargs)
+        return way(module, name, original, args, kwargs)
 
     return call

@@ -78,6 +78,11 @@ class Inference:
         value = self.value(node)
         return structural_kind(node) if value is None else value.kind
 
+    def grows(self, loop: ast.stmt) -> bool:
+        """Return False: only a trace finds such loops."""
+        del loop
+        return False
+
     def is_boolean(self, node: ast.expr) -> bool:
         """Return whether an expression is known to be a traced tensor of dtype bool."""
         value = self.value(node)

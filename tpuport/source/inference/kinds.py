@@ -24,6 +24,10 @@ class Kinds(Protocol):
         """Return whether an expression is known to be a traced tensor of dtype bool."""
         ...
 
+    def grows(self, loop: ast.stmt) -> bool:
+        """Return whether a trace found that a loop makes a tensor longer."""
+        ...
+
 
 class Oracle(Protocol):
     """Source of the kinds of a file's expressions; bound again after each pass of rewriting."""
@@ -161,6 +165,9 @@ class _Observed:
         if isinstance(parent, ast.UnaryOp | ast.BoolOp):
             places.append(parent)
         return any(self._matches(place) for place in places)
+
+    def grows(self, loop: ast.stmt) -> bool:
+        return self._is_whole_line(loop)
 
     def _is_whole_line(self, node: ast.AST) -> bool:
         line, _ = self.module.place(node)

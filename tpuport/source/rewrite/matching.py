@@ -135,6 +135,10 @@ class Context:
         """Return whether a trace met traced values here: what the fix calls will run in it."""
         return not isinstance(self.kinds, Inference)
 
+    def grows(self, loop: ast.stmt) -> bool:
+        """Return whether a trace found that a loop makes a tensor longer."""
+        return self.kinds.grows(loop)
+
     def asks_traced(self, test: ast.expr) -> bool:
         """Return whether Python needs the truth value of a traced value to evaluate `test`."""
         inferred = isinstance(self.kinds, Inference)

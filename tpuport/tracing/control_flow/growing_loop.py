@@ -1,15 +1,14 @@
-"""`for` loops over a range whose rounds make tensors longer, as one `lax.scan`.
+"""Loops whose rounds make tensors longer, as one `lax.scan`.
 
 A tensor that grows by as many rows in each round is a buffer of its last size. In round `i` it is
 a tensor whose size depends on data: its first size plus `i` times the rows of a round. The
-first rounds that a trace runs show which variables grow; the trace then begins again, and the
+rounds that a trace runs first show which variables grow; the trace then begins again, and the
 body has to prove on the buffers that its variables change as they did. Any other loop is run by
 Python, round by round.
 """
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,15 +17,19 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop import backend
 from tpuport.foundation.user_frames import user_line
+from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
-from tpuport.tracing.control_flow.reached import Closures
+from tpuport.tracing.control_flow.while_loop import traced_while
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.sym_node import Linear, NumberNode
-from tpuport.tracing.core.tensor import SERIALS, Flow, TracedTensor, version, wrap
+from tpuport.tracing.core.tensor import SERIALS, TracedTensor, version, wrap
 from tpuport.tracing.core.transforms import transforming
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, note_dynamic, strip
@@ -34,66 +37,133 @@ from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, note_dyna
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
+_MOST_ROUNDS = 1 << 16
+_CANNOT = "a loop whose tensors grow cannot be one program: "
 # Numbers are computed in 32 bits.
 _LARGEST = 1 << 30
 
-_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None]
+# Values, draws, the failed check, whether the loop has ended, and its rounds.
+_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array]
 
 
-@dataclass(frozen=True)
-class _Plain:
-    """A number or tensor at the start of a loop: what each round adds to it, or to its size.
+class _Range:
+    """`for number in numbers: operands = body(number, *operands)`.
 
-    Attributes:
-        start: The number, or the sizes of the tensor.
-        step: What a round adds to the number, or to the size along `dim`.
-        dim: The dim along which a tensor grows; None for a number and a tensor that does not.
-        dtype: The dtype of a tensor, None for a number.
-        flow: Whether derivatives pass through a tensor.
+    If it `stops`, the body returns before the operands whether the loop ends after this round.
     """
 
-    start: Any
-    step: int = 0
-    dim: int | None = None
-    dtype: torch.dtype | None = None
-    flow: Flow = field(default=Flow.STOPPED, compare=False)
+    def __init__(self, numbers: range, body: Callable[..., Any], *, stops: bool) -> None:
+        self.numbers, self.body, self.stops = numbers, body, stops
+        self.functions, self.key = [body], numbers
 
-    def size(self, rounds: int) -> int:
-        """Return the size along `dim` after some rounds."""
-        assert self.dim is not None
-        return self.start[self.dim] + self.step * rounds
+    def is_over(self, number: int, operands: Any) -> Any:
+        """Return whether the loop has ended before a round."""
+        del operands
+        return number >= len(self.numbers)
+
+    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run a round; return whether the loop ends after it, and the operands."""
+        return self.run(self.numbers[number], operands)
+
+    def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run the round with this number, which may be traced."""
+        made = tuple(self.body(number, *operands))
+        return (made[0], made[1:]) if self.stops else (False, made)
+
+    def number(self, peel: int, index: NumberNode) -> Any:
+        """Return the number of a round, counted from those that are alike."""
+        start = self.numbers.start + peel * self.numbers.step
+        return sym_numbers.from_node(_along(index, start, self.numbers.step))
+
+
+class _While:
+    """`while test(*operands): operands = body(*operands)`, where Python knows what `test` says."""
+
+    stops = False
+
+    def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
+        self.test, self.body = test, body
+        self.functions, self.key = [test, body], None
+
+    def is_over(self, number: int, operands: Any) -> Any:
+        """Return whether the loop has ended before a round."""
+        del number
+        again = self.test(*operands)
+        return again if _is_traced(again) else not again
+
+    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run a round; return that the loop does not end after it, and the operands."""
+        return self.run(number, operands)
+
+    def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run a round."""
+        del number
+        return False, tuple(self.body(*operands))
+
+    def number(self, peel: int, index: NumberNode) -> Any:
+        """Return nothing: the body takes no number."""
+        del peel, index
+
+
+_Source = _Range | _While
+
+
+def _is_traced(value: Any) -> bool:
+    return isinstance(value, (TracedTensor, *sym_numbers.SYMBOLIC))
 
 
 def traced_range(
-    numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...]
+    numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool = False
 ) -> tuple[Any, ...]:
     """Run `for number in numbers: operands = body(number, *operands)`.
 
     Raises:
         RestartTrace: what its first rounds have shown is noted for the next attempt.
     """
-    trace = current()
     is_short = not isinstance(numbers, range) or len(numbers) < _FEWEST_ROUNDS
+    return _run(_Range(numbers, body, stops=stops), operands, is_short=is_short)
+
+
+def counted_while(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run `while test(*operands): operands = body(*operands)`, where Python knows the first test.
+
+    Raises:
+        RestartTrace: what its first rounds have shown is noted for the next attempt.
+    """
+    return _run(_While(test, body), operands)
+
+
+def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) -> tuple[Any, ...]:
+    trace = current()
     if trace is None or trace.explorer is None or is_short or transforming():
-        return _unrolled(numbers, body, operands)
+        return _unrolled(source, operands, 0)
     leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
-    loops, site = trace.explorer.plan.loops, user_line()
-    key = (site, numbers, tuple(_described(leaf) for leaf in leaves))
-    if key not in loops:
-        loops[key], operands = _observed(numbers[:_SEEN_ROUNDS], body, operands)
-        if not isinstance(loops[key], str):
+    plan, site = trace.explorer.plan, user_line()
+    key = (site, source.key, tuple(_described(leaf) for leaf in leaves))
+    growth, ran = plan.loops.get(key, Growth()), 0
+    if growth.variables is None and not growth.why:
+        growth, operands, ran, ended = _observed(source, operands, growth.peel)
+        plan.loops[key] = growth
+        if ended or not growth.why:
             raise RestartTrace()
-        numbers = numbers[_SEEN_ROUNDS:]
-    if isinstance(loops[key], str):
-        trace.explorer.branches[site] = f"{len(key[1])} rounds compiled one by one: {loops[key]}"
-        return _unrolled(numbers, body, operands)
-    trace.explorer.branches[site] = f"one lax.scan of {len(numbers)} rounds, with growing tensors"
+    if growth.why:
+        if plan.whole:
+            raise not_whole(growth.why, site)
+        if growth.ends:
+            raise _no_ends(growth.why, site)
+        trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
+        return _unrolled(source, operands, ran)
     try:
-        return _Growing(trace, numbers, body, operands, loops[key]).run()
+        made, rounds = _Growing(trace, source, operands, growth).run()
     except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
-        # The loop is what it was before: Python runs it.
-        loops[key] = _reason(error)
+        # Without its first round it may be one; otherwise it is what it was before.
+        failed = Growth(growth.peel, why=_reason(error))
+        plan.loops[key] = Growth(1) if growth.peel == 0 else failed
         raise RestartTrace() from error
+    trace.explorer.branches[site] = f"one lax.scan of {rounds} rounds, with growing tensors"
+    return made
 
 
 def _reason(error: Exception) -> str:
@@ -101,10 +171,35 @@ def _reason(error: Exception) -> str:
     return text.partition("\n")[0]
 
 
-def _unrolled(numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    for number in numbers:
-        operands = body(number, *operands)
-    return operands
+def _unrolled(source: _Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
+    while True:
+        is_over = source.is_over(ran, operands)
+        if isinstance(source, _While) and _is_traced(is_over):
+            return traced_while(source.test, source.body, operands)
+        if is_over:
+            return operands
+        stop, operands = source.round(ran, operands)
+        if stop:
+            return operands
+        ran += 1
+
+
+def _no_ends(why: str, site: str) -> PortError:
+    """Return the refusal of a loop that a traced value ends, with a tensor of unknown length."""
+    return port_error(
+        "a loop that a traced value ends, and whose tensors grow, cannot be one program:"
+        f" {why.removeprefix(_CANNOT)}",
+        code="TPU612",
+        place=site,
+        remedy="write the results into a tensor that has its full size before the loop, or look for"
+        " the end on the host, between calls of a program of some rounds",
+    )
+
+
+def _sizes(operands: Any) -> list[Any]:
+    """Return the sizes of the tensors among the operands."""
+    leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
+    return [tuple(torch.Tensor.size(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _described(leaf: Any) -> Any:
@@ -114,77 +209,106 @@ def _described(leaf: Any) -> Any:
 
 
 def _observed(
-    numbers: range, body: Callable[..., Any], operands: tuple[Any, ...]
-) -> tuple[list[_Plain] | str, tuple[Any, ...]]:
-    """Run some rounds. Return how each of them changes the variables, and these after them.
+    source: _Source, operands: tuple[Any, ...], peel: int
+) -> tuple[Growth, tuple[Any, ...], int, bool]:
+    """Run some rounds. Return how each of them changes the variables, these, and their number.
 
-    How is a text if the rounds differ, no tensor grows, or a round changes Python values.
+    The last value says that a traced value may have ended the loop, which was left aside.
     """
-    states, watch = [operands], Closures(body)
-    for number in numbers:
-        states.append(body(number, *states[-1]))
-    flat = [pytree.flatten(tuple(s), leaf=branch_leaf, shared=False) for s in states]
-    if any(spec.key != flat[0][1].key for _, spec in flat):
-        return "a variable gets another structure", states[-1]
-    if watch.has_iterator or watch.changed():
-        return "a round changes Python values that are no variables of the loop", states[-1]
-    found = [_change(list(seen)) for seen in zip(*(leaves for leaves, _ in flat), strict=True)]
-    kept = [one for one in found if one is not None]
-    if len(kept) < len(found):
-        return "the rounds do not change the variables alike", states[-1]
-    grows = any(one.dim is not None for one in kept)
-    return (kept if grows else "no variable grows"), states[-1]
+    ran, ended, before = 0, False, _sizes(operands)
+    watches: list[Surroundings] = []
+    growth = Growth(peel, why="it has few rounds")
+    while not _true(source.is_over(ran, operands)):
+        if ran >= peel:
+            watches.append(Surroundings(source.functions, operands))
+        stop, operands = source.round(ran, operands)
+        ran += 1
+        for watch in watches:
+            watch.note(operands)
+        if _is_traced(stop):
+            ended = True
+        elif stop:
+            assert isinstance(source, _Range)
+            ran = len(source.numbers)
+            break
+        if len(watches) >= _SEEN_ROUNDS:
+            found = watches[-_SEEN_ROUNDS].growth(ran - _SEEN_ROUNDS)
+            if not found.why or len(watches) == _SEEN_ROUNDS:
+                growth = found
+            if not found.why or ran == _SEEN_ROUNDS + 1:
+                break
+    grew = ended and before != _sizes(operands)
+    return replace(growth, ends=grew), operands, ran, ended
 
 
-def _change(seen: list[Any]) -> _Plain | None:
-    """Return how each round changes a variable, None where that is not one change."""
-    first = seen[0]
-    if any(type(one) is not type(first) for one in seen if not isinstance(one, torch.Tensor)):
-        return None
-    if isinstance(first, torch.Tensor):
-        return _growth(seen) if all(isinstance(one, torch.Tensor) for one in seen) else None
-    if type(first) is int:
-        steps = {b - a for a, b in itertools.pairwise(seen)}
-        return _Plain(first, steps.pop()) if len(steps) == 1 else None
-    is_known = type(first) in (bool, float) and len(set(map(repr, seen))) == 1
-    return _Plain(first) if is_known else None
-
-
-def _growth(seen: list[torch.Tensor]) -> _Plain | None:
-    sizes = [tuple(torch.Tensor.size(one)) for one in seen]
-    alike = len({(len(size), one.dtype) for size, one in zip(sizes, seen, strict=True)}) == 1
-    if not alike or any(extents_of(one) for one in seen):
-        return None
-    flow = max(flow_of([one]) for one in seen)
-    dims = [dim for dim, along in enumerate(zip(*sizes, strict=True)) if len(set(along)) > 1]
-    if not dims:
-        return _Plain(sizes[0], dtype=seen[0].dtype, flow=flow)
-    along = [size[dims[0]] for size in sizes]
-    steps = {b - a for a, b in itertools.pairwise(along)}
-    if len(dims) > 1 or len(steps) > 1 or min(steps) < 1:
-        return None
-    return _Plain(sizes[0], steps.pop(), dims[0], seen[0].dtype, flow)
+def _true(value: Any) -> bool:
+    return _is_traced(value) or bool(value)
 
 
 class _Growing:
     """A loop with growing tensors: its variables, and how each round changes them."""
 
     def __init__(
-        self,
-        trace: Trace,
-        numbers: range,
-        body: Callable[..., Any],
-        operands: tuple[Any, ...],
-        plan: list[_Plain],
+        self, trace: Trace, source: _Source, operands: tuple[Any, ...], growth: Growth
     ) -> None:
-        self.trace, self.numbers, self.body, self.plan = trace, numbers, body, plan
-        self.leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf, shared=False)
+        self.trace, self.source, self.growth = trace, source, growth
+        self.plan: list[Plain] = growth.variables or []
+        self.over: Any = False  # whether the rounds before have ended the loop
+        for number in range(growth.peel):
+            self.over, operands = source.round(number, operands)
+        self.outside = Surroundings(source.functions, operands)
+        if not self.outside.has(growth.places):
+            raise _unproved("a round changes Python values that are no variables of the loop")
+        before = (operands, self.outside.read(growth.places))
+        self.leaves, self.spec = pytree.flatten(before, leaf=branch_leaf, shared=False)
+        if not _is_like(self.leaves, self.plan):
+            raise _unproved("the rounds do not change the variables alike")
         self.failures = trace.error_code
-        self.rounds = len(numbers)
+        self.rounds = self._counted(source)
         self.drawn = False
 
-    def run(self) -> tuple[Any, ...]:
-        """Run the loop and return its variables."""
+    def _counted(self, source: _Source) -> int:
+        """Return how many rounds there are, but for those that ran before."""
+        if isinstance(source, _Range):
+            return len(source.numbers) - self.growth.peel
+        found: list[int] = []
+
+        def count() -> None:
+            for done in range(_MOST_ROUNDS):
+                operands, held = pytree.unflatten(
+                    self.spec, [self._like(p, done) for p in self.plan]
+                )
+                self.outside.write(self.growth.places, held)
+                is_over = source.is_over(done, operands)
+                if _is_traced(is_over):
+                    raise _unproved("a traced value may end it")
+                if is_over:
+                    found.append(done)
+                    return
+
+        held = self.outside.read(self.growth.places)
+        try:
+            with self.trace.recording() as effects:
+                jax.eval_shape(count)
+        finally:
+            self.outside.write(self.growth.places, held)
+        self._refuse_effects(effects, self.outside, self.spec, ())
+        if not found or not found[0]:
+            raise _unproved("its number of rounds is not known")
+        return found[0]
+
+    def _like(self, one: Plain, done: int) -> Any:
+        """Return what a variable is after some rounds, without its values."""
+        if one.dtype is None:
+            return one.start if type(one.start) is not int else one.start + one.step * done
+        size = list(one.start)
+        if one.dim is not None:
+            size[one.dim] = one.size(done)
+        value = jnp.zeros(size, backend.jax_dtype(one.dtype))
+        return wrap(value, one.dtype, trace=self.trace, flow=one.flow)
+
+    def run(self) -> tuple[tuple[Any, ...], int]:
+        """Run the loop and return its variables, and the most rounds that it may have."""
         trace = self.trace
         note_dynamic(trace)
         draws = trace.draws
@@ -192,17 +316,23 @@ class _Growing:
         code = None if self.failures is None else self.failures.value
         initial = [self._buffer(leaf, one) for leaf, one in self._tensors()]
         numbers = jnp.arange(self.rounds, dtype=jnp.int32)
-        (final, counts, code), _ = jax.lax.scan(self._step, (initial, counts, code), numbers)
+        over = truth(self.over) if _is_traced(self.over) else jnp.bool_(self.over)
+        carried = (initial, counts, code, over, jnp.int32(0))
+        (final, counts, code, _, ran), _ = jax.lax.scan(self._step, carried, numbers)
         self._enter(counts if self.drawn else draws, code)
-        values = iter(final)
-        made = [self._after(one, values) for one in self.plan]
-        return pytree.unflatten(self.spec, made)
+        values, rounds = iter(final), None
+        if self.source.stops:
+            rounds = NumberNode(ran, int, 0 if _is_traced(self.over) else 1, self.rounds)
+        made = [self._after(one, values, rounds) for one in self.plan]
+        operands, held = pytree.unflatten(self.spec, made)
+        self.outside.write(self.growth.places, held)
+        return operands, self.rounds
 
-    def _tensors(self) -> list[tuple[torch.Tensor, _Plain]]:
+    def _tensors(self) -> list[tuple[torch.Tensor, Plain]]:
         pairs = zip(self.leaves, self.plan, strict=True)
         return [(leaf, one) for leaf, one in pairs if one.dtype is not None]
 
-    def _buffer(self, leaf: torch.Tensor, one: _Plain) -> jax.Array:
+    def _buffer(self, leaf: torch.Tensor, one: Plain) -> jax.Array:
         value = leaf_value(leaf)
         if one.dim is None:
             return value
@@ -210,12 +340,19 @@ class _Growing:
         pads[one.dim] = (0, one.step * self.rounds)
         return jnp.pad(value, pads)
 
-    def _after(self, one: _Plain, values: Any) -> Any:
-        if one.dtype is not None:
-            return wrap(next(values), one.dtype, trace=self.trace, flow=one.flow)
-        return one.start if type(one.start) is not int else one.start + one.step * self.rounds
+    def _after(self, one: Plain, values: Any, rounds: NumberNode | None) -> Any:
+        if one.dtype is None:
+            if type(one.start) is not int:
+                return one.start
+            if rounds is not None and one.step:
+                return self._number(one, rounds)
+            return one.start + one.step * self.rounds
+        made = wrap(next(values), one.dtype, trace=self.trace, flow=one.flow)
+        if rounds is None or one.dim is None:
+            return made
+        return attach(made, {one.dim: _along(rounds, one.start[one.dim], one.step)})
 
-    def _inside(self, one: _Plain, values: Any, index: NumberNode) -> Any:
+    def _inside(self, one: Plain, values: Any, index: NumberNode) -> Any:
         """Return a variable as a round begins with it."""
         if one.dtype is None:
             return one.start if type(one.start) is not int else self._number(one, index)
@@ -226,7 +363,7 @@ class _Growing:
         made = wrap(value, one.dtype, trace=self.trace, flow=one.flow)
         return attach(made, {one.dim: _along(index, one.start[one.dim], one.step)})
 
-    def _number(self, one: _Plain, index: NumberNode) -> Any:
+    def _number(self, one: Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(_along(index, one.start, one.step))
 
     def _enter(self, counts: Any, code: jax.Array | None) -> None:
@@ -235,29 +372,51 @@ class _Growing:
             self.failures.set(code)
 
     def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, None]:
-        values, counts, code = carried
+        if not self.source.stops:
+            return self._round(carried, number), None
+        after = jax.lax.cond(
+            carried[3], lambda same: same, lambda live: self._round(live, number), carried
+        )
+        return after, None
+
+    def _round(self, carried: _Carried, number: jax.Array) -> _Carried:
+        values, counts, code, _, ran = carried
         self._enter(counts, code)
-        explorer, watch = self.trace.explorer, Closures(self.body)
+        explorer = self.trace.explorer
         assert explorer is not None
+        places = self.growth.places
         with self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
             given = iter(values)
             inside = [self._inside(one, given, index) for one in self.plan]
-            variables = pytree.unflatten(self.spec, inside)
-            at = self._number(_Plain(self.numbers.start, self.numbers.step), index)
+            operands, held = pytree.unflatten(self.spec, inside)
+            before = self.outside.read(places)
+            self.outside.write(places, held)
+            at = self.source.number(self.growth.peel, index)
+            watch = Surroundings(self.source.functions, operands)
             first = next(SERIALS)
-            out = explorer.run_inside("loop", lambda: self.body(at, *variables), [variables])
-            found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
-        self._refuse_effects(effects, watch, spec)
+
+            def run() -> Any:
+                stop, made = self.source.run(at, operands)
+                return stop, made, watch.read(places)
+
+            try:
+                stop, *out = explorer.run_inside("loop", run, [operands, *watch.held])
+                found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
+                self._refuse_effects(effects, watch, spec, places)
+            finally:
+                self.outside.write(places, before)
         self._refuse_shared(inside, found, first)
         pairs = list(zip(found, self.plan, strict=True))
         after = [self._carry(leaf, one, index) for leaf, one in pairs]
         self.drawn = any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
         code = None if self.failures is None else self.failures.value
-        return ([value for value in after if value is not None], counts, code), None
+        kept = [value for value in after if value is not None]
+        is_last = truth(stop) if _is_traced(stop) else jnp.bool_(stop)
+        return kept, counts, code, is_last, ran + 1
 
-    def _carry(self, leaf: Any, one: _Plain, index: NumberNode) -> jax.Array | None:
+    def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
         """Return the array of a variable after a round, which has to change it as known."""
         if one.dtype is None:
             expected = one.start if type(one.start) is not int else self._next(one, index)
@@ -280,14 +439,17 @@ class _Growing:
             raise _unproved("a tensor is shorter than its size may be")
         return jax.lax.slice_in_dim(plain, 0, one.size(self.rounds), axis=one.dim)
 
-    def _next(self, one: _Plain, index: NumberNode) -> Any:
+    def _next(self, one: Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
 
-    def _refuse_effects(self, effects: Effects, watch: Closures, spec: Any) -> None:
+    def _refuse_effects(
+        self, effects: Effects, watch: Surroundings, spec: Any, places: tuple[Place, ...]
+    ) -> None:
         """Refuse a round that does more than return new values of the variables."""
         written = [s for s, _, _ in effects.before.values() if s is not self.failures]
-        changed = watch.changed() or spec.key != self.spec.key
-        if written or effects.rebound or effects.wrote_on_host or changed:
+        changed = watch.changed()
+        is_more = changed is None or not changed.issubset(places) or spec.key != self.spec.key
+        if written or effects.rebound or effects.wrote_on_host or is_more:
             raise _unproved("a round writes to what is not a variable of the loop")
 
     def _refuse_shared(self, inside: list[Any], found: list[Any], first: int) -> None:
@@ -299,6 +461,19 @@ class _Growing:
         links = any(list(self.trace.shared.of(storage)) for storage in storages)
         if links or len(set(serials)) < len(serials) or any(s < first for s in serials):
             raise _unproved("a variable shares memory with another tensor")
+
+
+def _is_like(leaves: list[Any], plan: list[Plain]) -> bool:
+    """Return whether values are those that a plan begins with."""
+    return len(leaves) == len(plan) and all(
+        isinstance(leaf, torch.Tensor)
+        and leaf.dtype == one.dtype
+        and tuple(torch.Tensor.size(leaf)) == one.start
+        and not extents_of(leaf)
+        if one.dtype is not None
+        else type(leaf) is type(one.start) and repr(leaf) == repr(one.start)
+        for leaf, one in zip(leaves, plan, strict=True)
+    )
 
 
 def _along(index: NumberNode, start: int, step: int) -> NumberNode:
@@ -319,7 +494,7 @@ def _is_number(value: Any, expected: Any) -> bool:
 
 def _unproved(why: str) -> PortError:
     return port_error(
-        f"a loop whose tensors grow cannot be one program: {why}",
+        f"{_CANNOT}{why}",
         code="TPU104",
         remedy="write the results into a tensor that has its full size before the loop",
     )

@@ -322,8 +322,9 @@ def traced_while(
     """Run `while test(*operands): operands = body(*operands)` on the device.
 
     Raises:
-        PortError: an operand changes its shape, dtype or Python value in the body, the body writes
-            to other tensors, or the condition draws random numbers.
+        PortError: an operand changes its shape, dtype or Python value in the body, the body changes
+            other Python values, the condition draws random numbers, or a write of the body would
+            have to reach a variable that it replaces.
     """
     trace = current()
     assert trace is not None

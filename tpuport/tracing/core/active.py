@@ -22,6 +22,7 @@ class Attempts(Protocol):
     apart: set[str]
     tried: set[tuple[str, int, int | None]]
     loops: dict[Any, Any]
+    whole: bool
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""
@@ -90,6 +91,7 @@ class ActiveTrace(Protocol):
 
     effects: list[Any]
     offsets_read: set[int]
+    joins: dict[Any, Any]
     makes_error: bool
     regions: list[int]
     closed: bool

@@ -216,6 +216,8 @@ class Trace:
         # Whether an op runs whose operands were checked (`dispatch.value_checks`).
         self.checked = False
         self.explorer: active.Decider | None = None
+        # By the place of a join in the code: the size of its last result, and the frames around it.
+        self.joins: dict[Any, Any] = {}
         self.blocks: active.BlockTracer | None = None
         self.dispatch_mode: TorchDispatchMode | None = None
         self.function_mode: TorchFunctionMode | None = None

@@ -12,7 +12,7 @@ from tpuport.foundation.user_frames import inside_prefixes, user_frame
 from tpuport.tracing.core.active import innermost
 
 _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_TRACER = os.path.join(_TRACING, "session", "tracer.py")
+TRACER = os.path.join(_TRACING, "session", "tracer.py")
 _FUNCTIONS = os.path.join(_TRACING, "patches", "autograd_function.py")
 _INSIDE = inside_prefixes()
 _PACKAGES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -37,7 +37,7 @@ def _running_line() -> tuple[str | None, int | None]:
     frame = user_frame()
     inner: FrameType | None = sys._getframe(1)
     while inner is not None and inner is not frame:
-        if inner.f_code.co_filename == _TRACER:
+        if inner.f_code.co_filename == TRACER:
             return None, None
         inner = inner.f_back
     return (None, None) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
@@ -56,7 +56,7 @@ def inside_try(error: BaseException) -> str | None:
     """
     frame: FrameType | None = sys._getframe(1)
     # jax runs a backward when the trace has ended: what calls jax has no part in it.
-    ends = (_TRACER,) if getattr(innermost(), "explorer", None) else (_TRACER, _FUNCTIONS)
+    ends = (TRACER,) if getattr(innermost(), "explorer", None) else (TRACER, _FUNCTIONS)
     while frame is not None and frame.f_code.co_filename not in ends:
         # Functions without a table of exceptions have no `try`.
         if frame.f_code.co_exceptiontable:

@@ -2,14 +2,19 @@
 
 import dis
 import functools
+import linecache
 import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
+from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import is_inside
 from tpuport.source.rewrite.live import Site
-from tpuport.tracing.core.active import innermost
+from tpuport.tracing.core.active import Attempts, innermost
+from tpuport.tracing.core.errors import TRACER, port_error
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor
 
@@ -27,26 +32,64 @@ def note_joined(parts: Iterable[Any], result: Any) -> None:
     if trace is None or trace.explorer is None or not isinstance(result, TracedTensor):
         return
     stack = _stack()
+    if not stack:
+        return
+    sizes, plan = [tuple(torch.Tensor.size(part)) for part in parts], trace.explorer.plan
+    size, before = trace.joins.get(stack[0], (None, []))
     for part in parts:
         earlier = part._joined_at if isinstance(part, TracedTensor) else None
-        if stack and earlier and stack[0][1:] == earlier[0][1:]:
-            _ask(stack, {place[:2] for place in earlier}, trace.explorer.plan.tried)
+        if earlier and stack[0][1:] == earlier[0][1:]:
+            _ask(stack, {place[:2] for place in earlier}, plan)
+    if size in sizes:  # what this line made before, which the code may have changed since
+        _ask(stack, {place[:2] for place in before}, plan, counted=True)
     result._joined_at = stack
+    trace.joins[stack[0]] = (tuple(torch.Tensor.size(result)), stack)
 
 
-def _ask(stack: Stack, earlier: set[tuple[int, CodeType]], tried: set[Any]) -> None:
+def _ask(
+    stack: Stack,
+    earlier: set[tuple[int, CodeType]],
+    plan: Attempts,
+    *,
+    counted: bool = False,
+) -> None:
+    """Ask for the innermost loop of the frames that ran both times.
+
+    If it is `counted`, only one over a range, or a `while`, is meant.
+    """
     for ident, code, position in stack:
-        line = _loop_line(code, position) if (ident, code) in earlier else None
-        if line is not None:
-            if (code.co_filename, line, None) not in tried:
+        lines = _loop_lines(code, position) if (ident, code) in earlier else []
+        if counted:
+            lines = [line for line in lines if _counts(code.co_filename, line)]
+        for line in lines:
+            if (code.co_filename, line, None) not in plan.tried:
                 raise RestartTrace(site=(code, Site(line)))
+        if lines:
+            if plan.whole:
+                why = "it cannot be a function of its variables"
+                raise not_whole(why, f"{code.co_filename}:{lines[-1]}")
             return
+
+
+def _counts(file: str, line: int) -> bool:
+    text = linecache.getline(file, line)
+    return "range(" in text or text.lstrip().startswith("while ")
+
+
+def not_whole(why: str, place: str) -> PortError:
+    """Return the refusal of a loop whose rounds would be compiled one by one."""
+    return port_error(
+        f"the rounds of a loop whose tensors grow would be compiled one by one: {why}",
+        code="TPU612",
+        place=place,
+        remedy="write the results into a tensor that has its full size before the loop",
+    )
 
 
 def _stack() -> Stack:
     frame: FrameType | None = sys._getframe(1)
     found: Stack = []
-    while frame is not None:
+    while frame is not None and frame.f_code.co_filename != TRACER:
         if not is_inside(frame.f_code.co_filename):
             found.append((id(frame), frame.f_code, frame.f_lasti))
         frame = frame.f_back
@@ -54,10 +97,21 @@ def _stack() -> Stack:
 
 
 @functools.cache
-def _loop_line(code: CodeType, position: int) -> int | None:
-    """Return the line of the innermost `for` around an instruction."""
-    inner = None
+def _loop_lines(code: CodeType, position: int) -> list[int]:
+    """Return the lines of `for`, and `while` with a test, around an instruction, innermost first.
+
+    All are tried: the innermost may be over a list of caches.
+    """
+    found: dict[int, int] = {}
+    heads = set()
     for step in dis.get_instructions(code):
-        if step.opname == "FOR_ITER" and step.offset < position < step.argval:
-            inner = step.positions
-    return None if inner is None else inner.lineno
+        start = None
+        if step.opname == "FOR_ITER":
+            heads.add(step.offset)
+            start = step.offset if step.offset < position < step.argval else None
+        elif step.opname.startswith("POP_JUMP_BACKWARD") and step.argval not in heads:
+            start = step.argval if step.argval <= position < step.offset else None
+        line = None if step.positions is None else step.positions.lineno
+        if start is not None and line is not None:
+            found[start] = line
+    return [found[start] for start in sorted(found, reverse=True)]

@@ -59,7 +59,8 @@ class SpeculationLog:
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
     `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
     `loops` are the loops over a range that were met, with how a round changes their variables, or a
-    text that says why not in one way.
+    text that says why not in one way. `whole` says that such a loop has to be one loop of the
+    program.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -72,6 +73,7 @@ class SpeculationLog:
     chooses: bool = False
     numbers: set[str] = field(default_factory=set)
     loops: dict[Any, Any] = field(default_factory=dict)
+    whole: bool = False
     host_args: frozenset[int] = frozenset()
     widened: int = 0
 

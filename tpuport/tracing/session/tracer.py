@@ -89,6 +89,8 @@ class Tracer:
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     alone: set[CodeType] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
+    # Methods that are refused if a loop with growing tensors is not one loop of the program.
+    whole: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
     rewrite_seconds: float = 0.0
@@ -201,7 +203,8 @@ class Tracer:
 
     def plan_for(self, method: str, spec: pytree.TreeSpec) -> SpeculationLog:
         """Return what is known of calls of a method with arguments of one structure."""
-        shared = {"tried": self.tried, "alone": self.alone, "numbers": self.numbers}
+        shared: dict[str, Any] = {"tried": self.tried, "alone": self.alone, "numbers": self.numbers}
+        shared["whole"] = method in self.whole
         return self.plans.setdefault((method, spec.key), SpeculationLog(**shared))
 
     def _learn(self, restart: RestartTrace) -> None:

@@ -1,0 +1,236 @@
+"""What rounds of a loop change, as the rounds that a trace has run show it.
+
+Variables of a loop are what its body takes and returns, and the places that it changes: items of
+lists and dicts, and attributes, of what its function reaches. A cache is often one.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import CellType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.pytree.children import Children, children, refill
+from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.tracing.control_flow.merge import branch_leaf
+from tpuport.tracing.core.tensor import Flow
+from tpuport.tracing.core.values import flow_of
+from tpuport.tracing.dynamic_shapes.extents import extents_of
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A number or tensor at the start of a loop: what each round adds to it, or to its size.
+
+    Attributes:
+        start: The number, or the sizes of the tensor.
+        step: What a round adds to the number, or to the size along `dim`.
+        dim: The dim along which a tensor grows; None for a number and a tensor that does not.
+        dtype: The dtype of a tensor, None for a number.
+        flow: Whether derivatives pass through a tensor.
+    """
+
+    start: Any
+    step: int = 0
+    dim: int | None = None
+    dtype: torch.dtype | None = None
+    flow: Flow = field(default=Flow.STOPPED, compare=False)
+
+    def size(self, rounds: int) -> int:
+        """Return the size along `dim` after some rounds."""
+        assert self.dim is not None
+        return self.start[self.dim] + self.step * rounds
+
+
+class Place(NamedTuple):
+    """Where a value is held: the number of its container or object, and which part or attribute."""
+
+    holder: int
+    part: int | None
+    name: str
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How rounds change the variables of a loop.
+
+    Attributes:
+        peel: How many rounds run before those that are alike.
+        variables: The variables that the body takes, then the values in `places`; None if they are
+            not known yet.
+        places: The places that each round changes.
+        why: Why the loop is not one program.
+        ends: Whether a traced value may end the loop.
+    """
+
+    peel: int = 0
+    variables: list[Plain] | None = None
+    places: tuple[Place, ...] = ()
+    why: str = ""
+    ends: bool = False
+
+
+class Surroundings:
+    """What a round may change besides the variables: all that its functions reach.
+
+    It also notes the variables and what is reached before the first and after each round.
+    """
+
+    def __init__(self, functions: Sequence[Callable[..., Any]], operands: Any = ()) -> None:
+        self.cells = _cells(functions)
+        self.held = [cell.cell_contents for cell in self.cells]
+        self.snapshot = Snapshot([*self.held, operands])
+        self.operands = [operands]
+        self.states = [[before for _, before in self.snapshot.saved]]
+
+    @property
+    def has_iterator(self) -> bool:
+        """Return whether it reaches an iterator, whose position nothing shows."""
+        return any(isinstance(value, Iterator) for value, _ in self.snapshot.saved)
+
+    def note(self, operands: Any) -> None:
+        """Note how a round has left things."""
+        self.operands.append(operands)
+        self.states.append(self._now())
+
+    def _now(self) -> list[Children]:
+        return [children(value) for value, _ in self.snapshot.saved]
+
+    def changed(self) -> set[Place] | None:
+        """Return the places that have changed; None if something else has."""
+        return self._places([self.states[0], self._now()])
+
+    def _places(self, states: list[list[Children]]) -> set[Place] | None:
+        pairs = zip(self.cells, self.held, strict=True)
+        if any(not _is_bound(cell) or cell.cell_contents is not held for cell, held in pairs):
+            return None
+        found: set[Place] = set()
+        for index, (first, *later) in enumerate(zip(*states, strict=True)):
+            for other in later:
+                if first.is_same(other):
+                    continue
+                is_alike = first.keys == other.keys and first.held.keys() == other.held.keys()
+                if not is_alike or len(first.parts) != len(other.parts):
+                    return None
+                parts = enumerate(zip(first.parts, other.parts, strict=True))
+                items = {Place(index, i, "") for i, (a, b) in parts if a is not b}
+                if items and not issubclass(first.kind, (list, dict)):
+                    return None
+                found |= items
+                found |= {
+                    Place(index, None, name)
+                    for name, value in first.held.items()
+                    if value is not other.held[name]
+                }
+        return found
+
+    def read(self, places: Sequence[Place]) -> tuple[Any, ...]:
+        """Return the values that are in some places now."""
+        return tuple(_part(children(self.snapshot.saved[p.holder][0]), p) for p in places)
+
+    def has(self, places: Sequence[Place]) -> bool:
+        """Return whether there are these places."""
+        contents = self.states[0]
+        return all(
+            place.holder < len(contents)
+            and (
+                place.name in contents[place.holder].held
+                if place.part is None
+                else place.part < len(contents[place.holder].parts)
+            )
+            for place in places
+        )
+
+    def write(self, places: Sequence[Place], values: Sequence[Any]) -> None:
+        """Put values into some places."""
+        for place, value in zip(places, values, strict=True):
+            holder = self.snapshot.saved[place.holder][0]
+            content = children(holder)
+            if place.part is None:
+                content = content._replace(held=content.held | {place.name: value})
+            else:
+                parts = list(content.parts)
+                parts[place.part] = value
+                content = content._replace(parts=parts)
+            refill(holder, content)
+
+    def growth(self, peel: int) -> Growth:
+        """Return how the rounds that were noted have changed the variables."""
+        places = self._places(self.states)
+        if self.has_iterator or places is None:
+            what = "a round changes Python values that are no variables of the loop"
+            return Growth(peel, why=what)
+        order = tuple(sorted(places, key=str))
+        states = [
+            (tuple(operands), tuple(_part(content[p.holder], p) for p in order))
+            for operands, content in zip(self.operands, self.states, strict=True)
+        ]
+        flat = [pytree.flatten(state, leaf=branch_leaf, shared=False) for state in states]
+        if any(spec.key != flat[0][1].key for _, spec in flat):
+            return Growth(peel, why="a variable gets another structure")
+        found = [_change(list(seen)) for seen in zip(*(leaves for leaves, _ in flat), strict=True)]
+        kept = [one for one in found if one is not None]
+        if len(kept) < len(found):
+            return Growth(peel, why="the rounds do not change the variables alike")
+        if all(one.dim is None for one in kept):
+            return Growth(peel, why="no variable grows")
+        return Growth(peel, kept, order)
+
+
+def _part(content: Children, place: Place) -> Any:
+    return content.held[place.name] if place.part is None else content.parts[place.part]
+
+
+def _change(seen: list[Any]) -> Plain | None:
+    """Return how each round changes a variable, None where that is not one change."""
+    first = seen[0]
+    if any(type(one) is not type(first) for one in seen if not isinstance(one, torch.Tensor)):
+        return None
+    if isinstance(first, torch.Tensor):
+        return _growth(seen) if all(isinstance(one, torch.Tensor) for one in seen) else None
+    if type(first) is int:
+        steps = {b - a for a, b in itertools.pairwise(seen)}
+        return Plain(first, steps.pop()) if len(steps) == 1 else None
+    is_known = type(first) in (bool, float) and len(set(map(repr, seen))) == 1
+    return Plain(first) if is_known else None
+
+
+def _growth(seen: list[torch.Tensor]) -> Plain | None:
+    sizes = [tuple(torch.Tensor.size(one)) for one in seen]
+    alike = len({(len(size), one.dtype) for size, one in zip(sizes, seen, strict=True)}) == 1
+    if not alike or any(extents_of(one) for one in seen):
+        return None
+    flow = max(flow_of([one]) for one in seen)
+    dims = [dim for dim, along in enumerate(zip(*sizes, strict=True)) if len(set(along)) > 1]
+    if not dims:
+        return Plain(sizes[0], dtype=seen[0].dtype, flow=flow)
+    along = [size[dims[0]] for size in sizes]
+    steps = {b - a for a, b in itertools.pairwise(along)}
+    if len(dims) > 1 or len(steps) > 1 or min(steps) < 1:
+        return None
+    return Plain(sizes[0], steps.pop(), dims[0], seen[0].dtype, flow)
+
+
+def _cells(functions: Sequence[Any]) -> list[CellType]:
+    """Return the variables of the closures of functions, and of the functions in them."""
+    found: dict[int, CellType] = {}
+    pending = list(functions)
+    while pending:
+        one = pending.pop()
+        one = getattr(one, "__func__", one)
+        for cell in one.__closure__ or () if isinstance(one, FunctionType) else ():
+            if id(cell) not in found and _is_bound(cell):
+                found[id(cell)] = cell
+                pending.append(cell.cell_contents)
+    return list(found.values())
+
+
+def _is_bound(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - it raises
+    except ValueError:
+        return False
+    return True
