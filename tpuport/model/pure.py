@@ -8,6 +8,7 @@ import jax
 import jax.core
 from jax.extend.core import jaxpr_as_fun
 
+from tpuport.model import report_builder
 from tpuport.tracing.core.untaken import gated, runs_branches
 from tpuport.tracing.functions.inner_gradients import NeedsProgram
 from tpuport.tracing.scan_layers import stacked_params
@@ -47,16 +48,17 @@ def traced(
 
     inputs = (given, request.key, request.leaves)
     results = None
-    if not tracer.rolls:
+    if not tracer.finishes:
         with contextlib.suppress(NeedsProgram):
             results = pure(*inputs)
     if results is None or (gates and held["outcome"].trace.branches):
         closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
-        closed, run = tracer.rolled(closed), None
+        closed, run = tracer.finished(closed, held["outcome"].trace), None
         if gates and runs_branches(closed):
             run = gated(closed, range(len(closed.jaxpr.outvars)))
         outs = (run or jaxpr_as_fun(closed))(*jax.tree.leaves(inputs))
         results = jax.tree.unflatten(jax.tree.structure(shape), outs)
     outcome = held["outcome"]
+    report_builder.record_attention(ported.report, outcome.trace)
     outcome.out_leaves, outcome.state, outcome.error_code = results
     return outcome
