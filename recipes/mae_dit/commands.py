@@ -1,4 +1,4 @@
-"""The commands of data and stage 1. Each imports its framework only when it runs."""
+"""The commands. Each imports its framework only when it runs."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -106,3 +106,98 @@ def reconstruct(
         given = runs.Given(config, data, tuple(overrides or ()), upstream)
         count, psnr = runs.reconstruct(given, run, out)
         typer.echo(f"{out}: PSNR {psnr:.2f} dB over {count} images")
+
+
+Stage1 = Annotated[
+    Path | None, typer.Option(help="Folder of a run of `stage1`; by default arch's ckpt_path.")
+]
+Stats = Annotated[
+    Path | None, typer.Option(help="File of `stats`, if arch.do_normalize is true.")
+]
+
+
+def cache(
+    config: ConfigFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder; gone on with if begun.")],
+    stage1: Stage1 = None,
+    data: Data = None,
+    split: Annotated[str, typer.Option(help="Folder of images below --data.")] = "train",
+    overrides: Set = None,
+    upstream: Upstream = None,
+    workers: Workers = 0,
+) -> None:
+    """Write the latents of images, from which stage2 can be trained."""
+    with errors_as_exit_codes("cache"):
+        from recipes.mae_dit import generation, runs
+
+        given = runs.Given(config, data, tuple(overrides or ()), upstream)
+        sources = generation.Sources(stage1)
+        count, skipped = generation.cache(given, sources, out, split=split, workers=workers)
+        typer.echo(f"{count} latents in {out}; {skipped} images could not be read")
+
+
+def stage2(
+    config: ConfigFile,
+    out: Out,
+    stage1: Stage1 = None,
+    stats: Stats = None,
+    cache: Annotated[Path | None, typer.Option(help="Folder of `cache`, instead of images.")] = None,
+    data: Data = None,
+    overrides: Set = None,
+    upstream: Upstream = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of updates.")] = None,
+    log_every: Annotated[int, typer.Option(help="Updates between lines of the log.")] = 10,
+    grid_every: Annotated[int | None, typer.Option(help="Updates between OUT/grids.")] = None,
+    workers: Workers = 0,
+) -> None:
+    """Train a diffusion transformer in the latents of a frozen stage 1."""
+    with errors_as_exit_codes("stage2"):
+        from recipes.mae_dit import generation, runs
+
+        found = generation.train(
+            runs.Given(config, data, tuple(overrides or ()), upstream),
+            generation.Sources(stage1, stats, cache),
+            out,
+            limit=steps,
+            log_every=log_every,
+            grid_every=grid_every,
+            workers=workers,
+        )
+        typer.echo(f"the model is in {found}")
+
+
+def sample(
+    config: ConfigFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")],
+    run: Annotated[Path | None, typer.Option(help="Folder of a run of `stage2`.")] = None,
+    untrained: Annotated[bool, typer.Option(help="Sample before training.")] = False,
+    stage1: Stage1 = None,
+    stats: Stats = None,
+    count: Annotated[int, typer.Option(help="Images, of classes in turn.")] = 64,
+    sampler: Annotated[str | None, typer.Option(help="ddpm, ddim, euler or heun.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Scale; 1 is none.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    overrides: Set = None,
+    upstream: Upstream = None,
+) -> None:
+    """Draw images by class."""
+    with errors_as_exit_codes("sample"):
+        from recipes.mae_dit import generation, runs
+        from tpuport.foundation.errors import UsageError
+
+        if untrained == (run is not None):
+            raise UsageError("expected either --run, the folder of a run of stage2, or --untrained")
+        generation.sample(
+            runs.Given(config, None, tuple(overrides or ()), upstream),
+            generation.Sources(stage1, stats),
+            run,
+            out,
+            count=count,
+            seed=seed,
+            say=typer.echo,
+            sampler=sampler,
+            steps=steps,
+            guidance=guidance,
+        )
+        typer.echo(f"{count} images in {out}")
