@@ -111,9 +111,7 @@ def reconstruct(
 Stage1 = Annotated[
     Path | None, typer.Option(help="Folder of a run of `stage1`; by default arch's ckpt_path.")
 ]
-Stats = Annotated[
-    Path | None, typer.Option(help="File of `stats`, if arch.do_normalize is true.")
-]
+Stats = Annotated[Path | None, typer.Option(help="File of `stats`, if arch.do_normalize is true.")]
 
 
 def cache(
@@ -141,7 +139,9 @@ def stage2(
     out: Out,
     stage1: Stage1 = None,
     stats: Stats = None,
-    cache: Annotated[Path | None, typer.Option(help="Folder of `cache`, instead of images.")] = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of `cache`, instead of images.")
+    ] = None,
     data: Data = None,
     overrides: Set = None,
     upstream: Upstream = None,
@@ -201,3 +201,47 @@ def sample(
             guidance=guidance,
         )
         typer.echo(f"{count} images in {out}")
+
+
+def evaluate(
+    config: ConfigFile,
+    stage1: Annotated[
+        Path | None, typer.Option(help="Run of `stage1`, for rFID, PSNR, SSIM and LPIPS.")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="File of `sample`, for FID, sFID and IS.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Statistics (npz of ADM or pytorch-fid); else of --split.")
+    ] = None,
+    write_reference: Annotated[
+        Path | None, typer.Option(help="Where to write the statistics of --split.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Folder of images below --data.")] = "train",
+    data: Data = None,
+    inception: Annotated[Path | None, typer.Option(help="pytorch-fid's file; else random.")] = None,
+    preparation: Annotated[
+        str, typer.Option(help="How images are resized for it: pytorch or tensorflow (ADM).")
+    ] = "pytorch",
+    vgg: Annotated[Path | None, typer.Option(help="Published VGG16; else random.")] = None,
+    heads: Annotated[Path | None, typer.Option(help="Published heads of LPIPS.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    overrides: Set = None,
+    upstream: Upstream = None,
+    workers: Workers = 0,
+) -> None:
+    """Measure reconstructions and samples against images."""
+    with errors_as_exit_codes("evaluate"):
+        from recipes.mae_dit import measures, runs
+
+        found = measures.evaluate(
+            runs.Given(config, data, tuple(overrides or ()), upstream),
+            measures.Wanted(stage1, samples, reference, write_reference, split),
+            measures.Published(inception, vgg, heads, measures.preparation_of(preparation)),
+            workers=workers,
+            say=typer.echo,
+        )
+        for name, value in found.items():
+            typer.echo(f"{name:6} {value:.4f}")
+        if out is not None:
+            measures.write(out, found)

@@ -1,5 +1,6 @@
 """What the commands of stage 2 do, from a configuration to files."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -12,7 +13,7 @@ from PIL import Image
 
 import tpuport
 from recipes.mae_dit.config import Config
-from recipes.mae_dit.data import Pictures, batches_of, pictures, update_size
+from recipes.mae_dit.data import Pictures, batches_of, crop_of, pictures, update_size
 from recipes.mae_dit.models import Autoencoder, make_stage2
 from recipes.mae_dit.runs import Given, latents, plain, trained_autoencoder
 from recipes.mae_dit.stage2 import training
@@ -130,7 +131,8 @@ def train(
         step = training.make_step(training.Stage2(model, seen, statistics), config, len(batches))
         grids = None
         if grid_every is not None:
-            grids = Grids(model, autoencoder, statistics, out / "grids", config)
+            whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
+            grids = Grids(whole, out / "grids", config)
         identity = {"config": plain(asdict(config)), "batches": len(batches)}
         identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
         identity["stats"] = None if sources.stats is None else digest_of([sources.stats])
@@ -178,49 +180,33 @@ def _batches(config: Config, dataset: Any, workers: int) -> Batches:
 
 
 class Grids:
-    """Pictures of samples while a model is trained, of the same noise each time."""
+    """Pictures of samples while a model is trained, of the same noise each time.
 
-    def __init__(
-        self,
-        model: Any,
-        autoencoder: Autoencoder,
-        statistics: LatentStatistics | None,
-        folder: Path,
-        config: Config,
-    ) -> None:
-        self._modules = training.Stage2(model, autoencoder, statistics)
-        self._folder, self._config = folder, config
+    Args:
+        modules: The modules, with an autoencoder.
+        folder: Where to write them.
+        config: The configuration.
+    """
+
+    def __init__(self, modules: training.Stage2, folder: Path, config: Config) -> None:
+        self._sampler, self._folder, self._config = sampler_of(modules, config), folder, config
 
     def __call__(self, step: Any, state: Any) -> Mapping[str, Any]:
         """Write the picture of a state."""
-        averaged = self._config.arch.ema_decay is not None
-        trained: Any = step.load_state(state, ema=averaged).to_torch()
-        self._modules.model.load_state_dict(trained.model.state_dict())
-        made = _images(self._modules, self._config, _SHOWN * 4, seed=self._config.seed)
+        config, count = self._config, _SHOWN * 4
+        ported = step.load_state(state, ema=config.arch.ema_decay is not None)
+        size = min(config.experiment.batch_size, count)
+        made = self._sampler.images(count, config.seed, size, ported.params)
         write_grid(self._folder / f"step-{int(state.step):06d}.png", made[0])
         return {}
 
 
-def _images(
-    modules: training.Stage2, config: Config, count: int, *, seed: int, **how: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return images of classes in turn, (count, H, W, 3) in 8 bits, and their labels."""
-    sampling = sampling_of(modules.model, **how)
-    size = min(config.experiment.batch_size, count)
-    side = _side(config)
-    images = torch.zeros(1, 3, side, side)
+def sampler_of(modules: training.Stage2, config: Config, **how: Any) -> Sampler:
+    """Return the sampler of a model; see `sampling_of`."""
+    side = crop_of(config, train=False).size
     with torch.no_grad():
-        shape = tuple(modules.latents({"image": images}).shape[1:])
-    sampler = Sampler(modules, sampling, shape)
-    labels = (np.arange(count) % sampling.num_classes).astype(np.int32)
-    found = [made for made, _ in sampler.images(labels, seed, size)]
-    return np.round(np.concatenate(found).transpose(0, 2, 3, 1) * 255).astype(np.uint8), labels
-
-
-def _side(config: Config) -> int:
-    from recipes.mae_dit.data import crop_of
-
-    return crop_of(config, train=False).size
+        zs = modules.latents({"image": torch.zeros(1, 3, side, side)})
+    return Sampler(modules, sampling_of(modules.model, **how), tuple(zs.shape[1:]))
 
 
 def sample(
@@ -255,7 +241,8 @@ def sample(
         else:
             load_run(model, run, "stage2")
         modules = training.Stage2(model, autoencoder, sources.statistics(config))
-        images, labels = _images(modules, config, count, seed=seed, **how)
+        size = min(config.experiment.batch_size, count)
+        images, labels = sampler_of(modules, config, **how).images(count, seed, size)
     out.mkdir(parents=True, exist_ok=True)
     with replacing_file(out / "samples.npz") as temporary, temporary.open("wb") as file:
         np.savez(file, images, labels)
@@ -268,6 +255,6 @@ def write_grid(path: Path, images: np.ndarray) -> None:
     rows = -(-len(images) // _SHOWN)
     filled = np.full((rows * _SHOWN, *images.shape[1:]), 255, np.uint8)
     filled[: len(images)] = images
-    count, height, width, _ = filled.shape
+    height, width = images.shape[1:3]
     lines = filled.reshape(rows, _SHOWN, height, width, 3).transpose(0, 2, 1, 3, 4)
     Image.fromarray(lines.reshape(rows * height, _SHOWN * width, 3)).save(path)

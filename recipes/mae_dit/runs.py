@@ -94,6 +94,11 @@ def latents(model: Autoencoder, images: torch.Tensor) -> torch.Tensor:
     return model.encode(images).zs
 
 
+def reconstructed(model: Autoencoder, images: torch.Tensor) -> torch.Tensor:
+    """Return images, encoded and decoded, in [0, 1]."""
+    return model.decode(model.encode(images)).clamp(0, 1)
+
+
 def latent_statistics(given: Given, run: Path, *, workers: int = 0) -> LatentStatistics:
     """Return the statistics of the latents of all training images."""
     with given.made() as (config, model):
@@ -110,9 +115,10 @@ def reconstruct(given: Given, run: Path, out: Path) -> tuple[int, float]:
     """
     rows, found = [], []
     with given.made() as (config, model):
-        ported = tpuport.convert(trained_autoencoder(model, run), verify=False)
+        model = trained_autoencoder(model, run)
+        ported = tpuport.convert(model, methods=(reconstructed,), verify=False)
         for batch in batches(config, given.data):
-            made = np.clip(tpuport.to_numpy(ported(batch["image"])[0]), 0, 1)
+            made = tpuport.to_numpy(ported.reconstructed(batch["image"]))
             images, valid = batch["image"].numpy(), batch["valid"].numpy()
             error = np.square(made - images).mean((1, 2, 3))[valid]
             found.extend(-10 * np.log10(np.maximum(error, 1e-10)))

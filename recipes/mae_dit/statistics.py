@@ -1,5 +1,6 @@
 """Mean and variance of latents over a set of images, exactly once per image."""
 
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,9 @@ def read_statistics(path: Path) -> LatentStatistics:
     if not path.is_file():
         raise UsageError(f"{path} is not there. What to do: run stats first")
     try:
-        with np.load(path) as found:
+        with path.open("rb") as file, np.load(file) as found:
             return LatentStatistics(found["mean"], found["var"], int(found["count"]))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is no file of stats: {error}") from error
 
 

@@ -44,7 +44,9 @@ class Settings:
         if self.process not in _TIMES:
             raise UsageError(f"process={self.process!r}: expected {' or '.join(_TIMES)}")
         if self.process == "flow" and self.learn_sigma:
-            raise UsageError("process='flow' has no variances. What to do: set learn_sigma to false")
+            raise UsageError(
+                "process='flow' has no variances. What to do: set learn_sigma to false"
+            )
 
     def channels(self, count: int) -> int:
         """Return the channels that a denoiser of `count` channels returns."""

@@ -1,6 +1,6 @@
 """Images of a trained model of stage 2: one program samples latents, another decodes them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -111,29 +111,44 @@ class Sampler:
         modules: The modules with their weights; they have an autoencoder.
         sampling: How to sample.
         shape: Shape of a latent.
+
+    Attributes:
+        sampling: How it samples.
     """
 
     def __init__(self, modules: Stage2, sampling: Sampling, shape: tuple[int, ...]) -> None:
-        self._shape, self._sampling = shape, sampling
+        self.sampling, self._shape = sampling, shape
         self._denoiser = tpuport.convert(sampling.denoiser.eval(), verify=False)
         self._decoder = tpuport.convert(modules.eval(), methods=(images_of,), verify=False)
         self._program = jax.jit(partial(_sample, self._denoiser, sampling))
 
-    def images(
-        self, labels: np.ndarray, seed: int, batch_size: int
-    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield images (b, 3, H, W) in [0, 1] with their labels, in order.
+        names = {id(part): name for name, part in modules.named_modules()}
+        self._prefix = names[id(sampling.denoiser)]
 
-        The last batch is filled up before it is sampled, and only its own images are yielded.
+    def images(
+        self, count: int, seed: int, batch_size: int, params: Mapping[str, jax.Array] | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return images (count, H, W, 3) of 8 bits, of classes in turn, and their labels.
+
+        Args:
+            count: Number of images.
+            seed: Random seed.
+            batch_size: Images of a batch. The last one is filled up before it is sampled.
+            params: Weights of the ported modules, of which those of the denoiser are taken.
         """
-        key = jax.random.key(seed)
+        own = self._denoiser.params
+        if params is not None:
+            own = {name: params[f"{self._prefix}.{name}"] for name in own}
+        labels = (np.arange(count) % self.sampling.num_classes).astype(np.int32)
+        key, found = jax.random.key(seed), []
         for number, start in enumerate(range(0, len(labels), batch_size)):
-            own = labels[start : start + batch_size]
-            filled = jnp.asarray(np.resize(own, batch_size), jnp.int32)
+            filled = np.resize(labels[start : start + batch_size], batch_size)
             first, second = jax.random.split(jax.random.fold_in(key, number))
             noise = jax.random.normal(first, (batch_size, *self._shape))
-            zs = self._program(self._denoiser.params, noise, filled, second)
-            yield tpuport.to_numpy(self._decoder.images_of(zs))[: len(own)], own
+            zs = self._program(own, noise, jnp.asarray(filled), second)
+            found.append(tpuport.to_numpy(self._decoder.images_of(zs)))
+        pixels = np.concatenate(found)[:count].transpose(0, 2, 3, 1)
+        return np.round(pixels * 255).astype(np.uint8), labels
 
 
 def _sample(

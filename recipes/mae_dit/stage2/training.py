@@ -15,7 +15,7 @@ from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.mae_dit.statistics import LatentStatistics
 from recipes.records import check_record
 from tpuport.model.ported_model import PortedModel
-from tpuport.training import Checkpoints, JsonLines, TrainStep, fit, from_torch, make_train_step
+from tpuport.training import JsonLines, TrainStep, fit, from_torch, make_train_step
 
 Batch = Mapping[str, Any]
 

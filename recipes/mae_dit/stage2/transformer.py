@@ -62,7 +62,11 @@ class DiT(nn.Module):
                 nn.init.zeros_(module.bias)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.data.flatten(1))
         nn.init.zeros_(self.x_embedder.proj.bias)  # pyright: ignore[reportArgumentType]
-        for part in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
+        for part in (
+            self.y_embedder.embedding_table,
+            self.t_embedder.mlp[0],
+            self.t_embedder.mlp[2],
+        ):
             nn.init.normal_(part.weight, std=0.02)  # pyright: ignore[reportArgumentType]
         zeros = [self.final_layer.linear, self.final_layer.adaLN_modulation[1]]
         zeros += [block.adaLN_modulation[1] for block in self.blocks]  # pyright: ignore[reportIndexIssue]
