@@ -21,7 +21,7 @@ from torch import nn
 
 from recipes.mae_dit.config import Config, load
 from recipes.mae_dit.discriminator import make_discriminator
-from recipes.mae_dit.evaluation.lpips import LPIPS
+from recipes.mae_dit.evaluation import lpips
 from recipes.mae_dit.losses import Stage1, active_in, gan_of
 from recipes.mae_dit.models import make_autoencoder, make_stage2
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
@@ -38,6 +38,7 @@ from tests.upstream.mae_dit_checkout import (
 )
 
 pytestmark = needs_checkout
+CHANNELS = (4, 4, 8, 8, 8)  # of a narrow VGG16, in LPIPS of both
 MEASURED = os.environ.get("TPUPORT_UPSTREAM_MEASURED")  # a file to add the differences to
 
 
@@ -213,9 +214,12 @@ class EagerStage1:
         network = SimpleNamespace(vgg16=lambda pretrained: SimpleNamespace(features=layers))
         with (
             mock.patch.object(module, "models", network),
-            mock.patch.object(module.LPIPS, "load_from_pretrained", lambda _: None),
+            mock.patch.object(module.LPIPS, "load_from_pretrained"),
         ):
             made = module.LPIPS().eval()
+        for number, channels in enumerate(CHANNELS):
+            made.add_module(f"lin{number}", module.NetLinLayer(channels, use_dropout=True))
+        made.eval()
         heads = {n: v for n, v in ours.state_dict().items() if n.startswith("lin")}
         made.load_state_dict(heads, strict=False)
         return made
@@ -310,7 +314,9 @@ def test_stage_1_is_upstreams(small, parts):
     autoencoder.stage_1_model.model.vit.requires_grad_(True)  # upstream's train_encoder
     autoencoder.stage_1_model.model.vit.embeddings.position_embeddings.requires_grad_(False)
     judge = make_discriminator(gan_of(config).disc.arch)
-    modules = Stage1(autoencoder, judge, LPIPS(), gan_of(config))
+    with mock.patch.object(lpips, "_CHANNELS", CHANNELS):
+        perceptual = lpips.LPIPS()
+    modules = Stage1(autoencoder, judge, perceptual, gan_of(config))
     eager, steps = EagerStage1(modules, config), Stage1Steps(modules, config, 2)
     state, worst = steps.of(0).init(), 0.0
     for number, epoch in enumerate((0, 1, 2, 2)):
@@ -339,8 +345,9 @@ def test_stage_1_is_upstreams(small, parts):
 @pytest.mark.parametrize("name", DENOISERS)
 def test_stage_2_is_upstreams(small, name):
     """Three steps of its own loss, with the times and noise that are drawn given to both."""
-    config = stage_2_of(small, name, "optimizer.clip_grad_norm=0.5", "experiment.accu_step=1")
-    config = replace(config, optimizer=replace(config.optimizer, type="sgd", init_lr=1e-2))
+    others = ["optimizer.clip_grad_norm=0.5", "optimizer.warmup.start_from_zero=false"]
+    config = stage_2_of(small, name, *others, "experiment.accu_step=1")
+    config = replace(config, optimizer=replace(config.optimizer, type="sgd", init_lr=0.3))
     torch.manual_seed(3)
     model, autoencoder = (
         make_stage2(config, Path(CHECKOUT)),
@@ -364,11 +371,12 @@ def test_stage_2_is_upstreams(small, name):
     noise = torch.randn(shape, generator=g)
     worst = 0.0
     numbers: dict[str, Any] = {"randn_like": noise, "randint": drawn}
+    batches = [images(4, 32, seed=number) for number in range(3)]
     with given_numbers(rand=[drawn] * 50, **numbers):
         step = make_step(Stage2(model, autoencoder), config, 2)
         state = step.init()
-        for number in range(3):
-            batch = {n: v for n, v in images(4, 32, seed=number).items() if n != "draws"}
+        for batch in batches:
+            del batch["draws"]
             eager.zero_grad()
             inputs = data_of(batch)
             loss = eager.compute_loss(*eager(inputs), inputs)["loss_total"]
