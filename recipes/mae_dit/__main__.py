@@ -12,6 +12,7 @@ COMMANDS = {
     "sample": ("commands", "sample"),
     "evaluate": ("commands", "evaluate"),
     "reconstruct": ("commands", "reconstruct"),
+    "compile": ("commands", "compile_"),
 }
 
 app = make_app(

@@ -245,3 +245,32 @@ def evaluate(
             typer.echo(f"{name:6} {value:.4f}")
         if out is not None:
             measures.write(out, found)
+
+
+class Program(StrEnum):
+    """A step at full size."""
+
+    STAGE1 = "stage1"
+    DISCRIMINATOR = "discriminator"
+    DIT_XL = "dit-xl"
+    DIT_WIDE = "dit-wide"
+
+
+def compile_(
+    programs: Annotated[list[Program] | None, typer.Argument(help="By default all.")] = None,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
+    batch: Annotated[int, typer.Option(help="Images of an update, over all chips.")] = 1024,
+    accumulate: Annotated[int, typer.Option(help="Parts of an update.")] = 1,
+    rules: Annotated[str, typer.Option(help="fsdp spreads the weights, ddp does not.")] = "fsdp",
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Let libtpu optimise less or fully.")
+    ] = True,
+) -> None:
+    """Compile steps at full size from shapes alone, for a TPU that need not be attached."""
+    with errors_as_exit_codes("compile"):
+        from recipes.mae_dit.compile import How, compile_program
+
+        mesh = "fsdp" if rules == "fsdp" else "data"
+        how = How(topology, batch, accumulate, mesh, rules, quick)
+        for program in programs or list(Program):
+            typer.echo(str(compile_program(program.value, how)))
