@@ -144,7 +144,7 @@ class DiT(Diffusion):
         **settings: Any,
     ) -> None:
         found = Settings(**settings)
-        denoiser = transformer.DiT(
+        denoiser = transformer.Transformer(
             input_size=input_size,
             patch_size=patch_size,
             in_channels=in_channels,
@@ -170,7 +170,7 @@ class DiffusersDiT(Diffusion):
     def __init__(self, config: dict[str, Any], **settings: Any) -> None:
         found = Settings(**settings)
         channels = found.channels(config.get("in_channels", 4))
-        denoiser = transformer.DiffusersDiT(
+        denoiser = transformer.DiffusersTransformer(
             config, found.num_classes, channels, _TIMES[found.process]
         )
         super().__init__(denoiser, found)

@@ -12,7 +12,7 @@ from recipes.packages import needed
 _FREQUENCIES = 256
 
 
-class DiT(nn.Module):
+class Transformer(nn.Module):
     """A diffusion transformer (Peebles & Xie 2022, arXiv:2212.09748) with adaptive norms.
 
     Args:
@@ -86,8 +86,8 @@ class DiT(nn.Module):
         return x.permute(0, 5, 1, 3, 2, 4).flatten(4, 5).flatten(2, 3)
 
 
-class DiffusersDiT(nn.Module):
-    """diffusers' DiTTransformer2DModel, which is called as `DiT` is, and drops no labels itself.
+class DiffusersTransformer(nn.Module):
+    """diffusers' DiTTransformer2DModel, which is called as `Transformer` is, and drops no labels itself.
 
     Args:
         config: Arguments of the class.
