@@ -7,7 +7,12 @@ COMMANDS = {
     "make-data": ("commands", "make_data"),
     "stage1": ("commands", "stage1"),
     "stats": ("commands", "stats"),
+    "cache": ("commands", "cache"),
+    "stage2": ("commands", "stage2"),
+    "sample": ("commands", "sample"),
+    "evaluate": ("commands", "evaluate"),
     "reconstruct": ("commands", "reconstruct"),
+    "compile": ("commands", "compile_"),
 }
 
 app = make_app(

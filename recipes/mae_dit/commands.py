@@ -1,4 +1,4 @@
-"""The commands of data and stage 1. Each imports its framework only when it runs."""
+"""The commands. Each imports its framework only when it runs."""
 
 from enum import StrEnum
 from pathlib import Path
@@ -106,3 +106,171 @@ def reconstruct(
         given = runs.Given(config, data, tuple(overrides or ()), upstream)
         count, psnr = runs.reconstruct(given, run, out)
         typer.echo(f"{out}: PSNR {psnr:.2f} dB over {count} images")
+
+
+Stage1 = Annotated[
+    Path | None, typer.Option(help="Folder of a run of `stage1`; by default arch's ckpt_path.")
+]
+Stats = Annotated[Path | None, typer.Option(help="File of `stats`, if arch.do_normalize is true.")]
+
+
+def cache(
+    config: ConfigFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder; gone on with if begun.")],
+    stage1: Stage1 = None,
+    data: Data = None,
+    split: Annotated[str, typer.Option(help="Folder of images below --data.")] = "train",
+    overrides: Set = None,
+    upstream: Upstream = None,
+    workers: Workers = 0,
+) -> None:
+    """Write the latents of images, from which stage2 can be trained."""
+    with errors_as_exit_codes("cache"):
+        from recipes.mae_dit import generation, runs
+
+        given = runs.Given(config, data, tuple(overrides or ()), upstream)
+        sources = generation.Sources(stage1)
+        count, skipped = generation.cache(given, sources, out, split=split, workers=workers)
+        typer.echo(f"{count} latents in {out}; {skipped} images could not be read")
+
+
+def stage2(
+    config: ConfigFile,
+    out: Out,
+    stage1: Stage1 = None,
+    stats: Stats = None,
+    cache: Annotated[
+        Path | None, typer.Option(help="Folder of `cache`, instead of images.")
+    ] = None,
+    data: Data = None,
+    overrides: Set = None,
+    upstream: Upstream = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum number of updates.")] = None,
+    log_every: Annotated[int, typer.Option(help="Updates between lines of the log.")] = 10,
+    grid_every: Annotated[int | None, typer.Option(help="Updates between OUT/grids.")] = None,
+    workers: Workers = 0,
+) -> None:
+    """Train a diffusion transformer in the latents of a frozen stage 1."""
+    with errors_as_exit_codes("stage2"):
+        from recipes.mae_dit import generation, runs
+
+        found = generation.train(
+            runs.Given(config, data, tuple(overrides or ()), upstream),
+            generation.Sources(stage1, stats, cache),
+            out,
+            limit=steps,
+            log_every=log_every,
+            grid_every=grid_every,
+            workers=workers,
+        )
+        typer.echo(f"the model is in {found}")
+
+
+def sample(
+    config: ConfigFile,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder to write to.")],
+    run: Annotated[Path | None, typer.Option(help="Folder of a run of `stage2`.")] = None,
+    untrained: Annotated[bool, typer.Option(help="Sample before training.")] = False,
+    stage1: Stage1 = None,
+    stats: Stats = None,
+    count: Annotated[int, typer.Option(help="Images, of classes in turn.")] = 64,
+    sampler: Annotated[str | None, typer.Option(help="ddpm, ddim, euler or heun.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps of the sampler.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Scale; 1 is none.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    overrides: Set = None,
+    upstream: Upstream = None,
+) -> None:
+    """Draw images by class."""
+    with errors_as_exit_codes("sample"):
+        from recipes.mae_dit import generation, runs
+        from tpuport.foundation.errors import UsageError
+
+        if untrained == (run is not None):
+            raise UsageError("expected either --run, the folder of a run of stage2, or --untrained")
+        generation.sample(
+            runs.Given(config, None, tuple(overrides or ()), upstream),
+            generation.Sources(stage1, stats),
+            run,
+            out,
+            count=count,
+            seed=seed,
+            say=typer.echo,
+            sampler=sampler,
+            steps=steps,
+            guidance=guidance,
+        )
+        typer.echo(f"{count} images in {out}")
+
+
+def evaluate(
+    config: ConfigFile,
+    stage1: Annotated[
+        Path | None, typer.Option(help="Run of `stage1`, for rFID, PSNR, SSIM and LPIPS.")
+    ] = None,
+    samples: Annotated[
+        Path | None, typer.Option(help="File of `sample`, for FID, sFID and IS.")
+    ] = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Statistics (npz of ADM or pytorch-fid); else of --split.")
+    ] = None,
+    write_reference: Annotated[
+        Path | None, typer.Option(help="Where to write the statistics of --split.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Folder of images below --data.")] = "train",
+    data: Data = None,
+    inception: Annotated[Path | None, typer.Option(help="pytorch-fid's file; else random.")] = None,
+    preparation: Annotated[
+        str, typer.Option(help="How images are resized for it: pytorch or tensorflow (ADM).")
+    ] = "pytorch",
+    vgg: Annotated[Path | None, typer.Option(help="Published VGG16; else random.")] = None,
+    heads: Annotated[Path | None, typer.Option(help="Published heads of LPIPS.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,
+    overrides: Set = None,
+    upstream: Upstream = None,
+    workers: Workers = 0,
+) -> None:
+    """Measure reconstructions and samples against images."""
+    with errors_as_exit_codes("evaluate"):
+        from recipes.mae_dit import measures, runs
+
+        found = measures.evaluate(
+            runs.Given(config, data, tuple(overrides or ()), upstream),
+            measures.Wanted(stage1, samples, reference, write_reference, split),
+            measures.Published(inception, vgg, heads, measures.preparation_of(preparation)),
+            workers=workers,
+            say=typer.echo,
+        )
+        for name, value in found.items():
+            typer.echo(f"{name:6} {value:.4f}")
+        if out is not None:
+            measures.write(out, found)
+
+
+class Program(StrEnum):
+    """A step at full size."""
+
+    STAGE1 = "stage1"
+    DISCRIMINATOR = "discriminator"
+    DIT_XL = "dit-xl"
+    DIT_WIDE = "dit-wide"
+
+
+def compile_(
+    programs: Annotated[list[Program] | None, typer.Argument(help="By default all.")] = None,
+    topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
+    batch: Annotated[int, typer.Option(help="Images of an update, over all chips.")] = 1024,
+    accumulate: Annotated[int, typer.Option(help="Parts of an update.")] = 1,
+    rules: Annotated[str, typer.Option(help="fsdp spreads the weights, ddp does not.")] = "fsdp",
+    quick: Annotated[
+        bool, typer.Option("--quick/--full", help="Let libtpu optimise less or fully.")
+    ] = True,
+) -> None:
+    """Compile steps at full size from shapes alone, for a TPU that need not be attached."""
+    with errors_as_exit_codes("compile"):
+        from recipes.mae_dit.compile import How, compile_program
+
+        mesh = "fsdp" if rules == "fsdp" else "data"
+        how = How(topology, batch, accumulate, mesh, rules, quick)
+        for program in programs or list(Program):
+            typer.echo(str(compile_program(program.value, how)))

@@ -259,13 +259,17 @@ def batches(
     batch_size: int | None = None,
     workers: int = 0,
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield every image once, in order, in batches of one size.
+    """Return every image once, in order, in batches of one size.
 
     Each has "image" (B, 3, H, W), "label" (B,), and "valid" (B,), which is False for rows that fill
     the last batch and for files that cannot be decoded.
     """
     found = pictures(config, root, split, train=False)
-    size = batch_size or config.experiment.batch_size
+    return batches_of(found, batch_size or config.experiment.batch_size, workers=workers)
+
+
+def batches_of(found: Pictures, size: int, *, workers: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield every image once as `batches` does."""
     with Batches(found, batch_size=size, shuffle=False, last="pad", workers=workers) as given:
         for batch in given.epoch():
             valid = batch["valid"] & batch.get(_MASK, torch.ones_like(batch["valid"]))

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from recipes.mae_dit.config import Arch, Config, Target, instantiate
+from recipes.mae_dit.config import Config, Target, instantiate
+from recipes.mae_dit.weights import load_named
 from tpuport.foundation.errors import UsageError
 
 
@@ -159,19 +160,24 @@ class Autoencoder(nn.Module):
         stage_1: A module with upstream's interface.
         connector: A connector; by default `Same`.
         images: Class of the arguments of `encode`.
+        encodings: Class of the arguments of `decode`.
     """
 
     def __init__(
-        self, stage_1: nn.Module, connector: nn.Module | None = None, images: Any = Images
+        self,
+        stage_1: nn.Module,
+        connector: nn.Module | None = None,
+        images: Any = Images,
+        encodings: Any = Encodings,
     ) -> None:
         super().__init__()
         self.stage_1_model: Any = stage_1
         self.connector: Any = connector if connector is not None else Same()
-        self._images = images
+        self.images, self.encodings = images, encodings
 
     def encode(self, images: torch.Tensor) -> Any:
         """Return the encodings that stage 2 sees."""
-        inputs = self._images(img=images, condition=None, img_path=None)
+        inputs = self.images(img=images, condition=None, img_path=None)
         return self.connector(self.stage_1_model.encode(inputs))
 
     def decode(self, encodings: Any) -> torch.Tensor:
@@ -181,7 +187,7 @@ class Autoencoder(nn.Module):
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the reconstructions and the model's own losses."""
         outputs = self.stage_1_model.decode(self.connector.reverse(self.encode(images)))
-        inputs = self._images(img=images, condition=None, img_path=None)
+        inputs = self.images(img=images, condition=None, img_path=None)
         return outputs.xs_recon, self.stage_1_model.compute_loss(outputs, inputs)
 
     def get_last_layer(self) -> torch.Tensor:
@@ -189,43 +195,47 @@ class Autoencoder(nn.Module):
         return self.stage_1_model.get_last_layer()
 
 
-def refuse_weights(arch: Arch) -> None:
-    """Raise if a configuration names a file of weights, which this recipe does not read yet.
-
-    Raises:
-        UsageError: The key, and how to go on without the file.
-    """
-    named = {"ckpt_path": arch, "stage_1.ckpt_path": arch.stage_1}
-    named |= {"connector.ckpt_path": arch.connector, "stage_2.ckpt_path": arch.stage_2}
-    for key, section in named.items():
-        if section is not None and section.ckpt_path is not None:
-            raise UsageError(
-                f"arch.{key}: {section.ckpt_path} would not be read, as this recipe starts from"
-                f" random weights. What to do: --set arch.{key}=null"
-            )
-
-
 def make_autoencoder(config: Config, upstream: Any = None) -> Autoencoder:
-    """Return the autoencoder of a configuration, with random weights by its seed.
+    """Return the autoencoder of a configuration: random by its seed, or read from `ckpt_path`.
 
     Raises:
-        UsageError: A class cannot be made, or the configuration names a file of weights.
+        UsageError: A class cannot be made, or a file of weights does not fit it.
     """
-    refuse_weights(config.arch)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         stage_1 = _made(config.arch.stage_1, upstream)
         connector = (
             None if config.arch.connector is None else _made(config.arch.connector, upstream)
         )
-    images: Any = Images
+    kinds: tuple[Any, Any] = Images, Encodings
     if upstream is not None and type(stage_1).__module__.startswith("rqvae."):
         from recipes.mae_dit.upstream import import_module
 
-        images = import_module(upstream, "rqvae.img_datasets.interfaces").LabeledImageData
+        kinds = (
+            import_module(upstream, "rqvae.img_datasets.interfaces").LabeledImageData,
+            import_module(upstream, "rqvae.models.interfaces").Stage1Encodings,
+        )
         if connector is None:
             connector = import_module(upstream, "rqvae.models.connectors").id_connector()
-    return Autoencoder(stage_1, connector, images)
+    made = Autoencoder(stage_1, connector, *kinds)
+    parts = {"stage_1": made.stage_1_model, "connector": made.connector, "": made}
+    load_named(config.arch, parts)
+    return made
+
+
+def make_stage2(config: Config, upstream: Any = None) -> nn.Module:
+    """Return the model of stage 2: random by the seed, or read from `ckpt_path`.
+
+    Raises:
+        UsageError: There is no such section, the class cannot be made, or a file does not fit it.
+    """
+    if config.arch.stage_2 is None:
+        raise UsageError("arch.stage_2 is missing, the model of stage 2 with target and params")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        made = _made(config.arch.stage_2, upstream)
+    load_named(config.arch, {"stage_2": made, "": nn.ModuleDict({"stage_2_model": made})})
+    return made
 
 
 def _made(target: Target, upstream: Any) -> nn.Module:

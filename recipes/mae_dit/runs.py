@@ -20,9 +20,8 @@ from recipes.mae_dit.losses import Stage1, gan_of
 from recipes.mae_dit.models import Autoencoder, make_autoencoder
 from recipes.mae_dit.statistics import LatentStatistics, statistics
 from recipes.mae_dit.upstream import checkout
-from tpuport.foundation.errors import UsageError
+from recipes.mae_dit.weights import MODEL, load_run
 
-MODEL = "model.safetensors"
 _SHOWN = 8  # columns of a picture
 
 
@@ -63,7 +62,7 @@ def train(
         modules = Stage1(model, judge, perceptual, gan)
         with training_batches(config, given.data, workers=workers) as batches_:
             steps = stage1.Stage1Steps(modules, config, len(batches_))
-            identity = {"config": _plain(asdict(config)), "batches": len(batches_)}
+            identity = {"config": plain(asdict(config)), "batches": len(batches_)}
             trained: Any = stage1.train(
                 steps,
                 batches_,
@@ -77,22 +76,16 @@ def train(
     return out / MODEL
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Return a value as JSON has it."""
     if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, (list, tuple)) else value
+        return {name: plain(one) for name, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _trained(model: Autoencoder, run: Path) -> Autoencoder:
-    path = run / MODEL
-    if not path.is_file():
-        raise UsageError(f"{path} is not there. What to do: give the --out of a finished stage1")
-    opened = tpuport.open_checkpoint(path)
-    try:
-        model.load_state_dict({name: opened.read(name) for name in opened})
-    except RuntimeError as error:
-        raise UsageError(f"{path} is of another configuration: {error}") from error
+def trained_autoencoder(model: Autoencoder, run: Path) -> Autoencoder:
+    """Return an autoencoder with the weights of a run of stage 1, in evaluation mode."""
+    load_run(model, run, "stage1")
     return model.eval()
 
 
@@ -101,10 +94,15 @@ def latents(model: Autoencoder, images: torch.Tensor) -> torch.Tensor:
     return model.encode(images).zs
 
 
+def reconstructed(model: Autoencoder, images: torch.Tensor) -> torch.Tensor:
+    """Return images, encoded and decoded, in [0, 1]."""
+    return model.decode(model.encode(images)).clamp(0, 1)
+
+
 def latent_statistics(given: Given, run: Path, *, workers: int = 0) -> LatentStatistics:
     """Return the statistics of the latents of all training images."""
     with given.made() as (config, model):
-        ported = tpuport.convert(_trained(model, run), methods=(latents,), verify=False)
+        ported = tpuport.convert(trained_autoencoder(model, run), methods=(latents,), verify=False)
         read = batches(config, given.data, split="train", workers=workers)
         return statistics((tpuport.to_numpy(ported.latents(b["image"])), b["valid"]) for b in read)
 
@@ -117,9 +115,10 @@ def reconstruct(given: Given, run: Path, out: Path) -> tuple[int, float]:
     """
     rows, found = [], []
     with given.made() as (config, model):
-        ported = tpuport.convert(_trained(model, run), verify=False)
+        model = trained_autoencoder(model, run)
+        ported = tpuport.convert(model, methods=(reconstructed,), verify=False)
         for batch in batches(config, given.data):
-            made = np.clip(tpuport.to_numpy(ported(batch["image"])[0]), 0, 1)
+            made = tpuport.to_numpy(ported.reconstructed(batch["image"]))
             images, valid = batch["image"].numpy(), batch["valid"].numpy()
             error = np.square(made - images).mean((1, 2, 3))[valid]
             found.extend(-10 * np.log10(np.maximum(error, 1e-10)))

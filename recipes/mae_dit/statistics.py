@@ -1,12 +1,12 @@
 """Mean and variance of latents over a set of images, exactly once per image."""
 
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.foundation.files import replacing_file
@@ -28,19 +28,9 @@ class LatentStatistics:
     var: np.ndarray
     count: int
 
-    def normalize(self, zs: torch.Tensor) -> torch.Tensor:
-        """Return latents with a mean of 0 and a variance of 1."""
-        mean, scale = self._tensors(zs)
-        return (zs - mean) / scale
-
-    def unnormalize(self, zs: torch.Tensor) -> torch.Tensor:
-        """Return the latents that `normalize` had."""
-        mean, scale = self._tensors(zs)
-        return zs * scale + mean
-
-    def _tensors(self, zs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = np.sqrt(self.var + _EPS)
-        return torch.from_numpy(self.mean).to(zs.dtype), torch.from_numpy(scale).to(zs.dtype)
+    def shift_and_scale(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return what to subtract from latents, and then to divide them by."""
+        return self.mean, np.sqrt(self.var + _EPS)
 
     def save(self, path: Path) -> None:
         """Write an npz file."""
@@ -59,9 +49,9 @@ def read_statistics(path: Path) -> LatentStatistics:
     if not path.is_file():
         raise UsageError(f"{path} is not there. What to do: run stats first")
     try:
-        with np.load(path) as found:
+        with path.open("rb") as file, np.load(file) as found:
             return LatentStatistics(found["mean"], found["var"], int(found["count"]))
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{path} is no file of stats: {error}") from error
 
 

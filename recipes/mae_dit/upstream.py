@@ -11,7 +11,10 @@ import tpuport
 from tpuport.foundation.errors import UsageError
 
 # Packages that upstream imports and its models do not need.
-ABSENT = ("torchvision", "wandb", "lmdb", "timm", "clip", "omegaconf", "easydict", "tqdm", "zmq")
+ABSENT = (
+    *("torchvision", "wandb", "lmdb", "timm", "clip", "omegaconf", "easydict", "tqdm", "zmq"),
+    "taming",
+)
 
 _open: dict[Path, contextlib.ExitStack] = {}
 

@@ -109,6 +109,10 @@ def test_repeated_blocks_and_groups_of_torch_are_stacked():
     assert report.optimizer == "of your own"
     # Two moments, and a count of steps for each parameter or stack.
     assert report.memory.optimizer == 2 * report.memory.parameters + 4 * 4
+    # Patterns name the parameters of each block, which are one stack by then.
+    chosen = make_train_step(ported, loss, optimizer, trainable=["blocks.**", "**"])
+    again = tpuport.compile_for(chosen, "v6e-4", inputs=batch(), kernel_times=False)
+    assert again.memory == report.memory
     groups = [{"params": list(model.blocks[i].parameters())} for i in range(3)]
     step = make_train_step(ported, loss, from_torch(ported, torch.optim.AdamW(groups)))
     with pytest.raises(UsageError, match=r"different groups of the AdamW .*stack=False"):

@@ -32,6 +32,7 @@ from tpuport.sharding.shard import OnMesh, ShardingWarning
 from tpuport.training.first_call_state import settled
 from tpuport.training.optimizer_state import as_optimizer
 from tpuport.training.step_function import Training, Trains
+from tpuport.training.trainable import trained_names
 
 CONSTANT_BUDGET = 1 << 20
 # The smallest share of float32 among the FLOPs of products that is reported.
@@ -110,7 +111,10 @@ def _ahead(
     placement: Any = spread._placement
     with _quiet():
         if training is not None:
-            step = training_step(replace(training, ported=spread), inputs)
+            # Equal blocks may have been stacked since, and their weights have other names then.
+            chosen = training.trained
+            trained = None if chosen is None else trained_names(spread, sorted(chosen))
+            step = training_step(replace(training, ported=spread, trained=trained), inputs)
         elif callable(method):
             step = function_step(spread, method, inputs)
         else:

@@ -102,7 +102,8 @@ def read_reference(path: str | Path, *, spatial: bool = False) -> tuple[np.ndarr
     if not Path(path).is_file():
         raise UsageError(f"{path} is not there. What to do: give a file of reference statistics")
     try:
-        with np.load(path, allow_pickle=False) as file:
+        # numpy leaves a file open that it opened itself, if it is no zip.
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             missing = [name for name in names if name not in file.files]
             if missing:
                 raise UsageError(

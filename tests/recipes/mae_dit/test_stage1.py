@@ -194,5 +194,5 @@ def test_what_is_not_here_is_refused(file):
     with pytest.raises(UsageError, match="disc_loss"):
         gan_of(load(file, ["gan.loss.disc_loss=huber"]))
     for key in ("ckpt_path", "stage_1.ckpt_path"):
-        with pytest.raises(UsageError, match=rf"arch\.{key}: a\.pt would not be read.*{key}=null"):
+        with pytest.raises(UsageError, match=rf"arch\.{key}: a\.pt is not there.*{key}=null"):
             make_autoencoder(load(file, [f"arch.{key}=a.pt"]))

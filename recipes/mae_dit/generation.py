@@ -1,0 +1,260 @@
+"""What the commands of stage 2 do, from a configuration to files."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import tpuport
+from recipes.mae_dit.config import Config
+from recipes.mae_dit.data import Pictures, batches_of, crop_of, pictures, update_size
+from recipes.mae_dit.models import Autoencoder, make_stage2
+from recipes.mae_dit.runs import Given, latents, plain, trained_autoencoder
+from recipes.mae_dit.stage2 import training
+from recipes.mae_dit.stage2.conditioning import check_labels
+from recipes.mae_dit.stage2.latents import Cached, write_cache
+from recipes.mae_dit.stage2.sampling import Sampler, sampling_of
+from recipes.mae_dit.statistics import LatentStatistics, read_statistics
+from recipes.mae_dit.weights import MODEL, load_run
+from recipes.records import digest_of
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.files import replacing_file
+from tpuport.training import Batches
+
+_ROWS = 512  # latents of a shard, at most
+_SHOWN = 8  # columns of a grid
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What stage 2 takes from earlier commands.
+
+    Attributes:
+        stage1: Folder of a run of `stage1`; None if the configuration names weights.
+        stats: File of `stats`, to normalise latents by.
+        cache: Folder of `cache`; None to encode images while training.
+    """
+
+    stage1: Path | None = None
+    stats: Path | None = None
+    cache: Path | None = None
+
+    def record(self, config: Config) -> dict[str, Any]:
+        """Return what latents depend on, as JSON values."""
+        arch = plain(asdict(config.arch))
+        files = [] if self.stage1 is None else [self.stage1 / MODEL]
+        return {
+            "stage_1": arch["stage_1"],
+            "connector": arch["connector"],
+            "ckpt_path": arch["ckpt_path"],
+            "transforms": config.dataset.transforms.type,
+            "weights": digest_of(files) if files else None,
+        }
+
+    def statistics(self, config: Config) -> LatentStatistics | None:
+        """Return the statistics that the configuration asks for."""
+        if config.arch.do_normalize != (self.stats is not None):
+            wanted = "true, so --stats FILE of the command stats is needed"
+            unused = "false, so --stats would not be used. What to do: set it to true, or leave"
+            text = wanted if self.stats is None else f"{unused} --stats out"
+            raise UsageError(f"arch.do_normalize is {text}")
+        return None if self.stats is None else read_statistics(self.stats)
+
+
+@contextmanager
+def _made(given: Given, sources: Sources) -> Iterator[tuple[Config, Autoencoder]]:
+    """Yield the configuration and the frozen autoencoder with its weights."""
+    with given.made() as (config, model):
+        if sources.stage1 is not None:
+            yield config, trained_autoencoder(model, sources.stage1)
+            return
+        arch = config.arch
+        own = not arch.stage_1.target.startswith("rqvae.")
+        if own and arch.ckpt_path is None and arch.stage_1.ckpt_path is None:
+            raise UsageError(
+                "stage 1 has random weights. What to do: give --stage1 RUN, the folder of a run of"
+                " stage1, or arch.stage_1.ckpt_path"
+            )
+        yield config, model.eval()
+
+
+def cache(
+    given: Given, sources: Sources, out: Path, *, split: str = "train", workers: int = 0
+) -> tuple[int, int]:
+    """Write the latents of the images of a split, without random changes of images.
+
+    Returns:
+        The number of latents, and that of images that could not be read.
+    """
+    with _made(given, sources) as (config, model):
+        found = pictures(config, given.data, split, train=False)
+        ported = tpuport.convert(model, methods=(latents,), verify=False)
+        size = config.experiment.batch_size
+
+        def encode(rows: range) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+            part = Pictures(found.entries[rows.start : rows.stop], found.crop)
+            for batch in batches_of(part, size, workers=workers):
+                zs = tpuport.to_numpy(ported.latents(batch["image"]))
+                yield zs, batch["label"].numpy(), batch["valid"].numpy()
+
+        rows = max(_ROWS // size, 1) * size
+        record = {**sources.record(config), "split": split, "images": len(found), "rows": rows}
+        return write_cache(out, len(found), rows, encode, record)
+
+
+def train(
+    given: Given,
+    sources: Sources,
+    out: Path,
+    *,
+    limit: int | None = None,
+    log_every: int = 10,
+    grid_every: int | None = None,
+    workers: int = 0,
+) -> Path:
+    """Train, or resume, and return the file of the model; see the command `stage2`."""
+    with _made(given, sources) as (config, autoencoder), ExitStack() as stack:
+        statistics = sources.statistics(config)
+        model = make_stage2(config, given.upstream)
+        dataset = _dataset(config, given, sources)
+        classes = getattr(getattr(model, "settings", model), "num_classes", None)
+        if classes is not None:
+            check_labels(training.as_labels(dataset), classes)
+        batches = stack.enter_context(_batches(config, dataset, workers))
+        seen = None if sources.cache is not None else autoencoder
+        step = training.make_step(training.Stage2(model, seen, statistics), config, len(batches))
+        grids = None
+        if grid_every is not None:
+            whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
+            grids = Grids(whole, out / "grids", config)
+        identity = {"config": plain(asdict(config)), "batches": len(batches)}
+        identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
+        identity["stats"] = None if sources.stats is None else digest_of([sources.stats])
+        trained = training.train(
+            step,
+            batches,
+            out,
+            config,
+            identity=identity,
+            limit=limit,
+            log_every=log_every,
+            evaluate=grids,
+            evaluate_every=grid_every,
+        )
+    tpuport.save_checkpoint(out / MODEL, trained.state_dict())
+    return out / MODEL
+
+
+def _dataset(config: Config, given: Given, sources: Sources) -> Any:
+    """Return the images for training, or their cached latents.
+
+    Raises:
+        UsageError: The cache has latents of another stage 1.
+    """
+    if sources.cache is None:
+        return pictures(config, given.data, "train", train=True)
+    cached, own = Cached(sources.cache), sources.record(config)
+    if differences := [name for name in own if cached.record.get(name) != own[name]]:
+        raise UsageError(
+            f"{sources.cache} has latents of another {differences[0]}:"
+            f" {cached.record.get(differences[0])!r}, expected {own[differences[0]]!r}. What to do:"
+            " run cache with this configuration and this --stage1, into another folder"
+        )
+    return cached
+
+
+def _batches(config: Config, dataset: Any, workers: int) -> Batches:
+    size = update_size(config)
+    if len(dataset) < size:
+        raise UsageError(
+            f"{len(dataset)} samples are less than one batch of {size}. What to do: --set"
+            f" experiment.actual_batch_size={len(dataset)}"
+        )
+    return Batches(dataset, batch_size=size, shuffle=True, seed=config.seed, workers=workers)
+
+
+class Grids:
+    """Pictures of samples while a model is trained, of the same noise each time.
+
+    Args:
+        modules: The modules, with an autoencoder.
+        folder: Where to write them.
+        config: The configuration.
+    """
+
+    def __init__(self, modules: training.Stage2, folder: Path, config: Config) -> None:
+        self._sampler, self._folder, self._config = sampler_of(modules, config), folder, config
+
+    def __call__(self, step: Any, state: Any) -> Mapping[str, Any]:
+        """Write the picture of a state."""
+        config, count = self._config, _SHOWN * 4
+        ported = step.load_state(state, ema=config.arch.ema_decay is not None)
+        size = min(config.experiment.batch_size, count)
+        made = self._sampler.images(count, config.seed, size, ported.params)
+        write_grid(self._folder / f"step-{int(state.step):06d}.png", made[0])
+        return {}
+
+
+def sampler_of(modules: training.Stage2, config: Config, **how: Any) -> Sampler:
+    """Return the sampler of a model; see `sampling_of`."""
+    side = crop_of(config, train=False).size
+    with torch.no_grad():
+        zs = modules.latents({"image": torch.zeros(1, 3, side, side)})
+    return Sampler(modules, sampling_of(modules.model, **how), tuple(zs.shape[1:]))
+
+
+def sample(
+    given: Given,
+    sources: Sources,
+    run: Path | None,
+    out: Path,
+    *,
+    count: int,
+    seed: int = 0,
+    say: Callable[[str], Any] = print,
+    **how: Any,
+) -> None:
+    """Write OUT/samples.npz in ADM's layout (arr_0 images, arr_1 labels), and OUT/grid.png.
+
+    Args:
+        given: The configuration.
+        sources: What it was trained with.
+        run: Folder of a run of `stage2`; None for the model before training.
+        out: Folder to write to.
+        count: Number of images, of classes in turn.
+        seed: Random seed.
+        say: Prints a line.
+        how: See `sampling_of`.
+    """
+    if count < 1:
+        raise UsageError(f"count={count}: expected 1 or more")
+    with _made(given, sources) as (config, autoencoder):
+        model = make_stage2(config, given.upstream)
+        if run is None:
+            say("the model is untrained")
+        else:
+            load_run(model, run, "stage2")
+        modules = training.Stage2(model, autoencoder, sources.statistics(config))
+        size = min(config.experiment.batch_size, count)
+        images, labels = sampler_of(modules, config, **how).images(count, seed, size)
+    out.mkdir(parents=True, exist_ok=True)
+    with replacing_file(out / "samples.npz") as temporary, temporary.open("wb") as file:
+        np.savez(file, images, labels)
+    write_grid(out / "grid.png", images[: _SHOWN * 4])
+
+
+def write_grid(path: Path, images: np.ndarray) -> None:
+    """Write images (N, H, W, 3) of 8 bits as one picture of rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = -(-len(images) // _SHOWN)
+    filled = np.full((rows * _SHOWN, *images.shape[1:]), 255, np.uint8)
+    filled[: len(images)] = images
+    height, width = images.shape[1:3]
+    lines = filled.reshape(rows, _SHOWN, height, width, 3).transpose(0, 2, 1, 3, 4)
+    Image.fromarray(lines.reshape(rows * height, _SHOWN * width, 3)).save(path)
