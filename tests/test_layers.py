@@ -54,7 +54,7 @@ TRACING_ROOMS = (
     {"control_flow", "attention", "dispatch"},
     {"functions"},
     {"guards", "precision"},
-    {"scan_layers"},
+    {"scan_layers", "patterns"},
     {"session"},
     {"patches"},
 )

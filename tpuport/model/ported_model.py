@@ -533,7 +533,7 @@ class PortedModel(PortedState):
             closed, shape = jax.make_jaxpr(program, return_shape=True)(
                 state, unused_key(), given.values
             )
-        closed = self._tracer.rolled(closed)
+        closed = self._tracer.finished(closed, held["outcome"].trace)
         name = f"{self.report.model}_{signature.method}"
         run = JittedProgram(closed, shape, name, place=self._placement.constants)
         outcome = held["outcome"]

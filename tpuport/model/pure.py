@@ -47,12 +47,12 @@ def traced(
 
     inputs = (given, request.key, request.leaves)
     results = None
-    if not tracer.rolls:
+    if not tracer.finishes:
         with contextlib.suppress(NeedsProgram):
             results = pure(*inputs)
     if results is None or (gates and held["outcome"].trace.branches):
         closed, shape = jax.make_jaxpr(pure, return_shape=True)(*inputs)
-        closed, run = tracer.rolled(closed), None
+        closed, run = tracer.finished(closed, held["outcome"].trace), None
         if gates and runs_branches(closed):
             run = gated(closed, range(len(closed.jaxpr.outvars)))
         outs = (run or jaxpr_as_fun(closed))(*jax.tree.leaves(inputs))

@@ -52,6 +52,15 @@ class AttentionOperands:
     softcap: float | None = None
 
 
+@dataclass(frozen=True)
+class CallPlace:
+    """The line of the user's code that computes attention, and the fqn of its module."""
+
+    file: str
+    line: int
+    module: str
+
+
 def attention_call(
     trace: Trace, query: jax.Array, key: jax.Array, value: jax.Array, call: AttentionOperands
 ) -> jax.Array:
@@ -67,18 +76,18 @@ def attention_call(
     options = options_for(trace.options.target)
     if options is None:
         if choice() is not None:
-            _note(trace, query, key, "full", "chosen")
+            note_call(trace, query, key, "full", "chosen")
         return _full(query, key, value, call)
     refused = _refused(query, key, value, call, options)
     if refused:
         if options.kernel == "splash" and query.size and key.size and value.size:
             raise _splash_refusal(trace, refused)
-        _note(trace, query, key, "full", refused)
+        note_call(trace, query, key, "full", refused)
         return _full(query, key, value, call)
     dims, (q, k, v) = _four(query, key, value)
     if options.kernel == "auto" and not options.interpret:
-        if _has_few_scores(q, k, v, shards_for(trace.options.mesh, q.shape[:3])):
-            _note(trace, q, k, "full", "the scores are few")
+        if has_few_scores(q, k, v, shards_for(trace.options.mesh, q.shape[:3])):
+            note_call(trace, q, k, "full", "the scores are few")
             return _full(query, key, value, call)
     shape = (*q.shape[:3], k.shape[2])
     found = _structure(trace, _four_mask(call.mask, dims[:-1], shape), shape, call.frozen)
@@ -92,6 +101,7 @@ def structured_call(
     found: Structure,
     call: AttentionOperands,
     options: AttentionOptions,
+    place: CallPlace | None = None,
 ) -> jax.Array:
     """Compute attention [batch, heads, queries, size] with a mask whose structure is known.
 
@@ -101,6 +111,7 @@ def structured_call(
         found: The mask; `call.mask` is not read.
         call: The other arguments of the call.
         options: The kernel that is asked for, and its options.
+        place: Where the user's code computes it; None for the line that is running.
     """
     q, k, v = operands
     if call.is_causal:
@@ -127,8 +138,21 @@ def structured_call(
         options=options,
         shards=shards,
     )
-    _note(trace, q, k, kernel, _in_words(reasons, found), described(mask, found), spread(shards))
+    words = described(mask, found), spread(shards)
+    note_call(trace, q, k, kernel, _in_words(reasons, found), *words, place=place)
     return out
+
+
+def splash_refuses(
+    trace: Trace, q: jax.Array, found: Structure, options: AttentionOptions
+) -> str | None:
+    """Return why splash, asked for by name, cannot serve; None if it can, or nobody asked."""
+    if options.kernel != "splash":
+        return None
+    shards = shards_for(trace.options.mesh, q.shape[:3])
+    kernel, reasons = choose_kernel(q.dtype, to_mask(found), 0.0, options, shards)
+    others = [one for one in reasons if one != CHOSEN]
+    return None if kernel == "splash" else _in_words((others[0],), found)
 
 
 def described(mask: Mask, found: Structure) -> str:
@@ -187,13 +211,14 @@ def _refused(
     return ""
 
 
-def _has_few_scores(q: jax.Array, k: jax.Array, v: jax.Array, shards: Shards | None) -> bool:
+def has_few_scores(q: Any, k: Any, v: Any, shards: Shards | None) -> bool:
     """Return whether float32 scores are no larger than queries and result, or keys and values.
 
     They are with a handful of queries or keys, where a kernel would fill its tiles with zeros.
     """
     scores = 4 * math.prod((*q.shape[:3], k.shape[2]))
-    few = scores <= max(2 * q.nbytes, k.nbytes + v.nbytes)
+    of_q, of_k, of_v = (math.prod(x.shape) * x.dtype.itemsize for x in (q, k, v))
+    few = scores <= max(2 * of_q, of_k + of_v)
     return few and (shards is None or not shards.sequence)
 
 
@@ -273,21 +298,25 @@ def _of_mask(found: Structure) -> str:
     return f"the mask is {what}{tail}"
 
 
-def _note(
+def note_call(
     trace: Trace,
-    query: jax.Array,
-    key: jax.Array,
+    query: Any,
+    key: Any,
     kernel: str,
     reason: str,
     mask: str = "",
     spread: str = "",
+    place: CallPlace | None = None,
 ) -> None:
-    site = user_site()
+    """Note for the report what computes a call of attention, and why."""
+    if place is None:
+        site = user_site()
+        place = CallPlace(*(("", 0) if site is None else site[:2]), _module(trace))
     trace.recorder.counters.attention.append(
         AttentionCall(
-            "" if site is None else site[0],
-            0 if site is None else site[1],
-            module=_module(trace),
+            place.file,
+            place.line,
+            module=place.module,
             kernel=kernel,
             reason=reason,
             mask=mask,

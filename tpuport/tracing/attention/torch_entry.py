@@ -5,13 +5,15 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from tpuport.kernels.attention import AttentionOptions
 from tpuport.tracing.attention.lower import AttentionOperands, structured_call
 from tpuport.tracing.attention.masks.graph import Graph
-from tpuport.tracing.attention.masks.score_function import Changed, changed
+from tpuport.tracing.attention.masks.score_function import Changed, ScoreFunction
 from tpuport.tracing.attention.masks.structure import Structure, read, with_conditions
+from tpuport.tracing.attention.masks.views import base
 from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.tensor import TracedTensor, wrap
@@ -104,6 +106,8 @@ def flex_attention(
         if change is None:
             return None
         softcap = change.softcap
+        if change.scale != 1:
+            scale = change.scale * (query.shape[-1] ** -0.5 if scale is None else scale)
         found.bias = change.bias
         for node in change.conditions:
             found = with_conditions(found, node)
@@ -124,7 +128,14 @@ def _change(trace: Trace, score_mod: Any, indices: list[Any], shape: Any) -> Cha
         return None
     graph = Graph(frozen=grad_frozen([result]))
     placeholder = graph.of(scores).cut()
-    return changed(graph.of(result._elem), placeholder)
+    function = ScoreFunction(
+        placeholder,
+        lambda node: base(node) is placeholder and node.shape == placeholder.shape,
+        placeholder.shape,
+    )
+    found = function.effect(graph.of(result._elem))
+    is_finite = found is not None and bool(found.conditions) and np.isfinite(found.fill)
+    return None if is_finite else found
 
 
 def _result(

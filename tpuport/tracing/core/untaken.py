@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from tpuport.tracing.core.paths import CALLS, INLINED, RECOMPUTED, Path, Paths, bound, is_float
+from tpuport.tracing.core.inner_programs import inner_programs, run_with
+from tpuport.tracing.core.paths import Path, Paths, bound, is_float
 
 _Body = Callable[..., list[Any]]
 
@@ -42,16 +43,9 @@ def runs_branches(closed: Any) -> bool:
     """Return whether a program has a branch on a traced value, in parts that are run as such."""
     jaxpr = getattr(closed, "jaxpr", closed)
     return any(
-        eqn.primitive.name == "cond" or any(map(runs_branches, _bodies(eqn))) for eqn in jaxpr.eqns
+        eqn.primitive.name == "cond" or any(map(runs_branches, inner_programs(eqn)))
+        for eqn in jaxpr.eqns
     )
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    name = eqn.primitive.name
-    if name == "cond":
-        return list(eqn.params["branches"])
-    body = CALLS.get(name, "jaxpr" if name == "scan" else None)
-    return [] if body is None or name == "shard_map" else [eqn.params[body]]
 
 
 def gated(closed: Any, read: Collection[int]) -> _Body:
@@ -150,7 +144,7 @@ class _Level:
                     continue
                 if atom not in self.extra or flags.get(atom) is not is_open:
                     operands[i] = gate_gradient(operands[i], jnp.bool_(is_open))
-        if eqn.primitive.name != "cond" and not any(map(runs_branches, _bodies(eqn))):
+        if eqn.primitive.name != "cond" and not any(map(runs_branches, inner_programs(eqn))):
             return bound(eqn, operands)
         live = [_is_var(var) for var in eqn.outvars]
         if eqn.primitive.name == "cond":
@@ -181,10 +175,10 @@ class _Level:
 
     def _sides(self, eqn: Any, operands: list[Any], live: list[bool]) -> list[Any]:
         """Return whether each operand of a branch, or a call with branches, is read."""
-        bodies = [_Level(self.paths, body, live) for body in _bodies(eqn)]
+        bodies = [_Level(self.paths, body, live) for body in inner_programs(eqn)]
         if eqn.primitive.name != "cond":
             return bodies[0].flags(*operands)
-        sides = [_joint(self.paths.of(body), live) << 1 for body in _bodies(eqn)]
+        sides = [_joint(self.paths.of(body), live) << 1 for body in inner_programs(eqn)]
         if any(side.must != side.may for side in sides):
             runs = [body.flags for body in bodies]
             return [False, *jax.lax.switch(operands[0], runs, *operands[1:])]
@@ -230,18 +224,11 @@ def _joint(found: list[Path], live: list[bool]) -> Path:
 
 def _rebound(paths: Paths, eqn: Any, operands: list[Any], live: list[bool]) -> list[Any]:
     """Run an equation with gates in its bodies."""
-    params, name = eqn.params, eqn.primitive.name
-    bodies = [_Level(paths, body, live).run for body in _bodies(eqn)]
-    if name == "cond":
+    bodies: list[_Body] = [_Level(paths, body, live).run for body in inner_programs(eqn)]
+    if eqn.primitive.name == "cond":
         # What has no gradient gets none of zeros either.
-        outs = [functools.partial(_stopped, run, live) for run in bodies]
-        return jax.lax.switch(operands[0], outs, *operands[1:])
-    if name in INLINED:
-        return bodies[0](*operands)
-    if name in RECOMPUTED:
-        options = {k: params[k] for k in ("policy", "prevent_cse")}
-        return jax.checkpoint(bodies[0], **options)(*operands)
-    return _scanned(params, bodies[0], operands)
+        bodies = [functools.partial(_stopped, run, live) for run in bodies]
+    return run_with(eqn, bodies, operands)
 
 
 def _stopped(run: _Body, live: list[bool], *operands: Any) -> list[Any]:
@@ -249,16 +236,3 @@ def _stopped(run: _Body, live: list[bool], *operands: Any) -> list[Any]:
         out if one or not jnp.issubdtype(out.dtype, jnp.inexact) else jax.lax.stop_gradient(out)
         for out, one in zip(run(*operands), live, strict=True)
     ]
-
-
-def _scanned(params: dict[str, Any], body: _Body, operands: list[Any]) -> list[Any]:
-    first, carried = params["num_consts"], params["num_carry"]
-    consts, carry = operands[:first], operands[first : first + carried]
-
-    def step(carry: list[Any], rows: list[Any]) -> Any:
-        outs = body(*consts, *carry, *rows)
-        return outs[:carried], outs[carried:]
-
-    options = {k: params[k] for k in ("reverse", "length", "unroll")}
-    after, rows = jax.lax.scan(step, carry, operands[first + carried :], **options)
-    return [*after, *rows]

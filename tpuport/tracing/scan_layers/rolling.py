@@ -52,14 +52,16 @@ def roll(closed: Any, *, copies: bool = True, min_rounds: int = MIN_ROUNDS) -> A
             if isinstance(part, Loop):
                 _run_loop(part, env, definitions)
             else:
-                _run(part, env)
+                run_equations(part, env)
         return [var.val if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
 
-    rolled = jax.make_jaxpr(program)(*(_shape(var.aval) for var in jaxpr.invars))
+    rolled = jax.make_jaxpr(program)(*map(shape_of, jaxpr.invars))
     return without_dead_code(rolled)
 
 
-def _shape(aval: Any) -> jax.ShapeDtypeStruct:
+def shape_of(var: Any) -> jax.ShapeDtypeStruct:
+    """Return the shape of an input of a program, to trace another one with."""
+    aval = var.aval
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=getattr(aval, "sharding", None)
     )
@@ -95,7 +97,7 @@ def _read_by(loop: Loop, definitions: dict[Any, Any]) -> Iterator[Any]:
         yield from read_for(atoms, definitions)
 
 
-def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:
+def run_equations(equations: Sequence[Any], env: dict[Any, Any]) -> None:
     """Run equations on the values in `env`."""
     outputs = [var for eqn in equations for var in eqn.outvars]
     free = free_variables(equations)

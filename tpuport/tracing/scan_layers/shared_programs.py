@@ -37,7 +37,7 @@ class SharedPrograms:
         for known, run in alike:
             if same_program(known, program):
                 return run, True
-        alike.append((program, made := _jitted(program)))
+        alike.append((program, made := jitted(program)))
         return made, False
 
     def clear(self) -> None:
@@ -45,7 +45,7 @@ class SharedPrograms:
         self._known.clear()
 
 
-def _jitted(program: Any) -> Callable[..., Any]:
+def jitted(program: Any) -> Callable[..., Any]:
     """Return a program as a function that calls a jitted function named `NAME`.
 
     The first call is kept as an equation that the other calls copy: tracing `jit` again would

@@ -26,6 +26,7 @@ from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.source.rewrite import live
 from tpuport.source.rewrite.codegen import nested_codes
 from tpuport.source.rewrite.matching import RuleVisitor
+from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
@@ -39,6 +40,7 @@ from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
+from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
@@ -110,8 +112,18 @@ class Tracer:
         platform = self.target or self.placement.platform
         return self.blocks == "scan" or (self.blocks == "auto" and platform == "tpu")
 
-    def rolled(self, closed: Any) -> Any:
-        """Return a `ClosedJaxpr` with its repeated blocks as loops, where that pays."""
+    @property
+    def finishes(self) -> bool:
+        """Return whether `finished` may change a program."""
+        return self.rolls or options_for(self.target or self.placement.platform) is not None
+
+    def finished(self, closed: Any, trace: Trace) -> Any:
+        """Return a traced `ClosedJaxpr` as it is compiled.
+
+        Attention that is written out has a kernel, and repeated blocks are loops where that pays.
+        """
+        if options_for(trace.options.target) is not None:
+            closed = rewritten(closed, trace)
         return roll(closed, copies=self.blocks == "scan") if self.rolls else closed
 
     def method(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:

@@ -1,96 +1,151 @@
-"""The effect of a FlexAttention function on a score, read from its graph."""
+"""The effect of a function on the scores of attention, read from its graph."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuport.tracing.attention.masks.graph import Node
+from tpuport.tracing.attention.masks.graph import Node, computed, leaf
 from tpuport.tracing.attention.masks.two_valued import sides
-from tpuport.tracing.attention.masks.views import base, broadcast, sunk, uniform
+from tpuport.tracing.attention.masks.views import broadcast, sunk, uniform
 
 _MOST_NODES = 2000
 
 
 @dataclass
 class Changed:
-    """The effect on scores: a cap, then a bias, then hiding where a condition fails.
+    """The effect on scores: a factor, a cap, then a bias, then hiding where a condition fails.
 
     Attributes:
         conditions: Boolean nodes.
         bias: The number that is added, or None.
         softcap: The cap for which scores s become softcap * tanh(s / softcap), or None.
+        scale: The factor.
+        fill: What a hidden score becomes.
     """
 
     conditions: list[Node] = field(default_factory=list)
     bias: Node | None = None
     softcap: float | None = None
+    scale: float = 1.0
+    fill: float = -np.inf
 
 
-def changed(node: Node, score: Node) -> Changed | None:
-    """Return the effect that makes `node` of `score`, or None if `Changed` cannot describe it."""
-    node = _plain(node)
-    if base(node) is score and node.shape == score.shape:
-        return Changed()
-    if node.name == "select_n" and node.inputs[0].is_bool:
+@dataclass(frozen=True)
+class ScoreFunction:
+    """A graph that makes other scores of the scores.
+
+    Attributes:
+        score: The node of the scores.
+        is_score: Whether a node is the scores themselves, or a view that the caller allows.
+        shape: The shape of the result.
+        rounds: Whether the result may be rounded to another dtype, or made of one that is.
+    """
+
+    score: Node
+    is_score: Callable[[Node], bool]
+    shape: tuple[int, ...]
+    rounds: bool = False
+
+    def effect(self, node: Node) -> Changed | None:
+        """Return the effect that makes `node` of the scores; None if `Changed` cannot say it."""
+        node = self._plain(node)
+        if self.is_score(node):
+            return Changed()
+        if node.name == "select_n" and node.inputs[0].is_bool:
+            return self._hidden(node)
+        if node.name in ("add", "sub"):
+            return self._added(node)
+        if node.name in ("mul", "div"):
+            softcap = self._softcap(node) if node.name == "mul" else None
+            return softcap or self._scaled(node)
+        return None
+
+    def _hidden(self, node: Node) -> Changed | None:
         for hidden, seen, rest in sides(node):
-            if hidden is not None and np.isneginf(hidden):
-                inner = changed(rest, score)
-                if inner is None or _depends(seen, score):
-                    return None
-                inner.conditions.append(broadcast(seen, score.shape))
-                return inner
-    if node.name == "add":
-        return _added(node, score)
-    softcap = _softcap(node, score) if node.name == "mul" else None
-    return None if softcap is None else Changed(softcap=softcap)
+            if hidden is None or not (hidden < 0) or self._depends(seen):
+                continue
+            inner = self.effect(rest)
+            if inner is None or (inner.conditions and inner.fill != hidden):
+                return None
+            inner.fill = float(hidden)
+            inner.conditions.append(broadcast(seen, self.shape))
+            return inner
+        return None
 
+    def _added(self, node: Node) -> Changed | None:
+        left, right = node.inputs
+        for rest, bias in ((left, right), (right, left))[: 2 if node.name == "add" else 1]:
+            if self._depends(bias):
+                continue
+            inner = self.effect(rest)
+            # A bias inside a condition only matters where the condition holds.
+            if inner is None or inner.bias is not None:
+                return None
+            if inner.conditions and np.isfinite(inner.fill):
+                return None
+            if node.name == "sub":
+                bias = computed(jax.lax.neg_p, {}, (bias,), bias)
+            inner.bias = broadcast(bias, self.shape)
+            return inner
+        return None
 
-def _added(node: Node, score: Node) -> Changed | None:
-    for rest, bias in (node.inputs, node.inputs[::-1]):
-        if _depends(bias, score):
-            continue
-        inner = changed(rest, score)
-        # A bias inside a condition only matters where the condition holds.
-        if inner is None or inner.bias is not None:
-            return None
-        inner.bias = broadcast(bias, score.shape)
-        return inner
-    return None
+    def _scaled(self, node: Node) -> Changed | None:
+        left, right = node.inputs
+        for rest, factor in ((left, right), (right, left))[: 2 if node.name == "mul" else 1]:
+            c = uniform(factor)
+            if c is None or not 0 < float(c) < np.inf:
+                continue
+            inner = self.effect(rest)
+            if inner is None or inner.softcap is not None:
+                return None
+            by = float(c) if node.name == "mul" else 1 / float(c)
+            bias = inner.bias
+            if bias is not None:
+                bias = node.over(bias, leaf(np.asarray(c, bias.dtype)), dtype=bias.dtype)
+            return replace(inner, bias=bias, scale=inner.scale * by, fill=inner.fill * by)
+        return None
 
+    def _softcap(self, node: Node) -> Changed | None:
+        """Return the effect of c * tanh(score / c)."""
+        for factor, other in (node.inputs, node.inputs[::-1]):
+            c, rest = uniform(factor), self._plain(other)
+            if c is None or rest.name != "tanh":
+                continue
+            capped = self._plain(rest.inputs[0])
+            if capped.name != "div" or uniform(capped.inputs[1]) != c:
+                return None
+            inner = self.effect(capped.inputs[0])
+            if inner is None or inner.conditions or inner.softcap or inner.bias is not None:
+                return None
+            return replace(inner, softcap=float(c))
+        return None
 
-def _softcap(node: Node, score: Node) -> float | None:
-    """Return c of c * tanh(score / c)."""
-    for factor, other in (node.inputs, node.inputs[::-1]):
-        c, rest = uniform(factor), _plain(other)
-        if c is None or rest.name != "tanh":
-            continue
-        inner = _plain(rest.inputs[0])
-        if inner.name != "div" or base(_plain(inner.inputs[0])) is not score:
-            return None
-        return float(c) if uniform(inner.inputs[1]) == c else None
-    return None
+    def _plain(self, node: Node) -> Node:
+        """Return the node without conversions that leave the values as they are."""
+        node = sunk(node)
+        while node.name == "convert_element_type" and self._keeps(node.inputs[0].dtype, node.dtype):
+            node = sunk(node.inputs[0])
+        return node
 
+    def _keeps(self, before: Any, after: Any) -> bool:
+        if self.rounds:
+            return all(jnp.issubdtype(one, jnp.floating) for one in (before, after))
+        return before == jnp.float32 == after
 
-def _plain(node: Node) -> Node:
-    """Return the node without conversions from float32 to float32."""
-    node = sunk(node)
-    while node.name == "convert_element_type" and node.inputs[0].dtype == jnp.float32 == node.dtype:
-        node = sunk(node.inputs[0])
-    return node
-
-
-def _depends(node: Node, score: Node) -> bool:
-    """Return whether a node may be computed from the score."""
-    seen: set[int] = set()
-    # A list that keeps the nodes alive, so that no id is reused.
-    found: list[Any] = [node]
-    for one in found:
-        if one is score or len(found) > _MOST_NODES:
-            return True
-        for x in one.inputs:
-            if id(x) not in seen:
-                seen.add(id(x))
-                found.append(x)
-    return False
+    def _depends(self, node: Node) -> bool:
+        """Return whether a node may be computed from the scores."""
+        seen: set[int] = set()
+        # A list that keeps the nodes alive, so that no id is reused.
+        found: list[Any] = [node]
+        for one in found:
+            if one is self.score or len(found) > _MOST_NODES:
+                return True
+            for x in one.inputs:
+                if id(x) not in seen:
+                    seen.add(id(x))
+                    found.append(x)
+        return False

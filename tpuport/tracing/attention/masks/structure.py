@@ -65,7 +65,18 @@ def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
         shape: (batch, heads, queries, keys).
         frozen: Whether no gradient flows into it.
     """
-    node = _four(Graph(frozen=frozen).of(value))
+    return read_node(Graph(frozen=frozen).of(value), shape)
+
+
+def read_node(node: Node, shape: tuple[int, ...], *, alone: bool = True) -> Structure:
+    """Return the structure of the node of a mask.
+
+    Args:
+        node: Broadcastable to `shape`; booleans, or numbers that are added to the scores.
+        shape: (batch, heads, queries, keys).
+        alone: Whether nothing else hides keys.
+    """
+    node = _four(node)
     if node.is_bool:
         found = Structure(shape)
         _sort(found, conditions(node))
@@ -74,7 +85,7 @@ def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
     found = Structure(shape, bias=None if parts.bias is None else _four(parts.bias))
     _sort(found, parts.conditions)
     # A bias may outweigh a finite number that hides, and then the key is seen after all.
-    if parts.is_finite and (parts.bias is not None or not found.covers()):
+    if parts.is_finite and (parts.bias is not None or not alone or not found.covers()):
         return Structure(shape, bias=node)
     return found
 
@@ -235,6 +246,32 @@ def _blocks(found: Structure) -> Any:
 
 def _parts(node: Node, places: tuple[TilePart, TilePart]) -> list[TilePart]:
     return [TilePart(0, node.shape[0]), TilePart(0, node.shape[1]), *places]
+
+
+def rows_seen(found: Structure) -> Any:
+    """Return booleans (batch or 1, heads or 1, queries or 1, 1): whether a query sees any key.
+
+    None if each is sure to see one.
+    """
+    if found.covers() and found.bias is None:
+        return None
+    tiles, num_q, num_k = found.tiles, *found.shape[2:]
+    nodes = [*found.keys, *found.queries, *found.rest]
+    seen: Any = jnp.ones((1, 1, 1, num_k), bool)
+    for node in nodes:
+        seen &= tiles.tile(node, [TilePart(0, n) for n in node.shape])
+    if found.segments is not None:
+        q, k = (tiles.tile(x, [TilePart(0, n) for n in x.shape]) for x in found.segments)
+        seen &= q == k
+    away = jnp.arange(num_k)[None, :] - jnp.arange(num_q)[:, None]
+    if found.band.low is not None:
+        seen &= away >= found.band.low
+    if found.band.high is not None:
+        seen &= away <= found.band.high
+    if found.bias is not None:
+        bias = found.bias
+        seen &= tiles.tile(bias, [TilePart(0, n) for n in bias.shape]) > -jnp.inf
+    return seen.any(-1, keepdims=True)
 
 
 def arrays_left(found: Structure) -> list[str]:

@@ -21,7 +21,7 @@ from tpuport.tracing.attention.masks.views import known_array, rebased, sunk, un
 # of queries and keys would have to be about as large, near the end of float32. A number that hides
 # by less, say -1e4, is a bias, because scores of trained models do reach that. The lowest numbers
 # of float32 and bfloat16 are below this limit, and so is -1e30.
-_NOTHING = -(2.0**99)
+NOTHING = -(2.0**99)
 _FLIPPED = {
     **{"lt": jax.lax.ge_p, "ge": jax.lax.lt_p, "gt": jax.lax.le_p, "le": jax.lax.gt_p},
     **{"eq": jax.lax.ne_p, "ne": jax.lax.eq_p},
@@ -240,7 +240,7 @@ def split(node: Node) -> Split:
     """Split a mask of numbers into what it hides and what it adds elsewhere."""
     node = sunk(node)
     found = two(node)
-    if found is not None and found.yes == 0 and found.no <= _NOTHING:
+    if found is not None and found.yes == 0 and found.no <= NOTHING:
         return Split(found.conditions, None, bool(np.isfinite(found.no)))
     if uniform(node) == 0:
         return Split([], None)
