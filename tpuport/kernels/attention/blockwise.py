@@ -18,6 +18,9 @@ from jax import lax
 from tpuport.kernels.attention.full import grouped, scores_of
 from tpuport.kernels.attention.problem import Gradients, Local, is_float
 
+# A logsumexp below this has lost too many digits.
+_LOW = -1e3
+
 
 class RowBlock(NamedTuple):
     """`size` rows from `start`, of which the first `stale` belong to the tile before."""
@@ -93,7 +96,13 @@ class Tile(NamedTuple):
                 if further.shape[axis] > size:
                     further = lax.dynamic_slice_in_dim(further, start, size, axis)
         scores, seen = scores_of(
-            q, k, scale=problem.scale, softcap=problem.softcap, seen=self.seen(), further=further
+            q,
+            k,
+            scale=problem.scale,
+            softcap=problem.softcap,
+            seen=self.seen(),
+            further=further,
+            fill=problem.fill,
         )
         assert seen is not None
         return scores, jnp.broadcast_to(seen, scores.shape)
@@ -173,14 +182,17 @@ def backward(
     inner = jnp.sum(grad * grouped(out, num_kv_heads), -1)
     q_grouped = grouped(q, num_kv_heads)
     rows = (q_grouped, grad, grouped(lse, num_kv_heads), inner)
+    further = local.problem.further is not None
     q_size, k_size = tile_sizes(local, q.shape[2], k.shape[2])
 
     def row(carry: Gradients, at: tuple[Any, Any]) -> tuple[Gradients, None]:
         q_rows = RowBlock(*at, q_size)
+        own = [q_rows.of(array, 3) for array in rows]
+        lost = _lost(local, q_rows, own, k, k_size) if further else 0.0
 
         def column(carry: Gradients, at: tuple[Any, Any]) -> tuple[Gradients, None]:
             tile = Tile(local, q_rows, RowBlock(*at, k_size))
-            return tile.run_if_seen(lambda c: _step_back(tile, c, rows, k, v), carry), None
+            return tile.run_if_seen(lambda c: _step_back(tile, c, (own, lost), k, v), carry), None
 
         return lax.scan(column, carry, _starts(k.shape[2], k_size))[0], None
 
@@ -227,11 +239,39 @@ def _step(tile: Tile, carry: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> A
     return next_high, total, weighted * shrink[..., None] + added
 
 
+def _lost(
+    local: Local, q_rows: RowBlock, own: list[jax.Array], k: jax.Array, k_size: int
+) -> jax.Array:
+    """Return the logarithms of sums that were lost in the logsumexp of these rows.
+
+    Where all scores of a row are lowered by a large finite number, such as -1e9, float32 cannot
+    hold the logarithm of their count beside it.
+    """
+    q, _, lse, _ = own
+
+    def counted() -> jax.Array:
+        def column(total: jax.Array, at: tuple[Any, Any]) -> tuple[jax.Array, None]:
+            tile = Tile(local, q_rows, RowBlock(*at, k_size))
+            scores, seen = tile.scores(q, tile.k.of(k, 2), local.parts.captured)
+            weights = jnp.where(seen, jnp.exp(scores - lse[..., None]), 0)
+            return total + weights.sum(-1), None
+
+        total, _ = lax.scan(column, jnp.zeros_like(lse), _starts(k.shape[2], k_size))
+        return jnp.where(is_low, jnp.log(jnp.where(total > 0, total, 1)), 0)
+
+    is_low = (lse < _LOW) & ~jnp.isneginf(lse)
+    return lax.cond(is_low.any(), counted, lambda: jnp.zeros_like(lse))
+
+
 def _step_back(
-    tile: Tile, carry: Gradients, rows: tuple[jax.Array, ...], k: jax.Array, v: jax.Array
+    tile: Tile,
+    carry: Gradients,
+    rows: tuple[list[jax.Array], Any],
+    k: jax.Array,
+    v: jax.Array,
 ) -> Gradients:
     """Add the gradients of one tile to the running totals."""
-    q, grad, lse, inner = (tile.q.of(array, 3) for array in rows)
+    (q, grad, lse, inner), lost = rows
     values = tile.k.of(v, 2)
     captured = tile.local.parts.captured
 
@@ -242,7 +282,8 @@ def _step_back(
     floats = tuple(c for c in captured if is_float(c))
     logits, pull, seen = jax.vjp(scores, q, tile.k.of(k, 2), floats, has_aux=True)
     lse = jnp.where(jnp.isneginf(lse), 0, lse)
-    weights = jnp.where(seen, jnp.exp(logits - lse[..., None]), 0)
+    logits = logits - lse[..., None] - jnp.asarray(lost)[..., None]
+    weights = jnp.where(seen, jnp.exp(logits), 0)
     kept = tile.kept(weights.shape)
     d_values = jnp.einsum("bhgqk,bhgqd->bhkd", weights * kept, grad)
     d_weights = jnp.einsum("bhgqd,bhkd->bhgqk", grad, values.astype(grad.dtype)) * kept

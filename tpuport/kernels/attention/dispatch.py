@@ -139,7 +139,7 @@ def _attend(
         sizes = min(tiles.q, own_q), min(tiles.kv, own_k)
         within = (num_queries, problem.num_keys) if padded else None
         further, captured = hoist(mask.blocks, sizes, within)
-        problem = dataclasses.replace(problem, further=further)
+        problem = dataclasses.replace(problem, further=further, fill=mask.fill)
         parts = dataclasses.replace(parts, captured=captured)
     out: Any = attention(problem, q, k, v, parts)
     return _over_sequence(problem, out)[:, :, :num_queries]

@@ -30,6 +30,7 @@ def scores_of(
     softcap: float | None,
     seen: jax.Array | None,
     further: jax.Array | None,
+    fill: float | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return scores (B, Hkv, G, q, k) of grouped queries (B, Hkv, G, q, D), and which count.
 
@@ -40,6 +41,7 @@ def scores_of(
         softcap: see `cap`.
         seen: booleans that broadcast to (B, Hq, q, k), or None.
         further: a tile of `Mask.blocks`, or None.
+        fill: see `Mask.fill`.
     """
     accumulate = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("bhgqd,bhkd->bhgqk", q, k, preferred_element_type=accumulate)
@@ -50,7 +52,9 @@ def scores_of(
     if further is not None:
         further = jnp.reshape(further, (1,) * (4 - further.ndim) + further.shape)
         further = grouped(further, num_kv_heads)
-        if further.dtype == jnp.bool_:
+        if further.dtype == jnp.bool_ and fill is not None:
+            scores = jnp.where(further, scores, fill)
+        elif further.dtype == jnp.bool_:
             seen = further if seen is None else seen & further
         else:
             hidden = jnp.isneginf(further)
@@ -82,6 +86,7 @@ def attend_full(
         softcap=softcap,
         seen=mask.tile(0, num_q, 0, num_k),
         further=None if mask.blocks is None else mask.blocks(0, num_q, 0, num_k),
+        fill=mask.fill,
     )
     weights = jax.nn.softmax(scores, axis=-1)
     if seen is not None:

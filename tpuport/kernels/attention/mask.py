@@ -31,6 +31,8 @@ class Mask:
         query_valid: booleans (batch or 1, queries); False is a query that attends to nothing.
         blocks: any further mask (booleans, False is not seen) or bias (numbers, added to the
             scaled scores), one tile at a time.
+        fill: what a score becomes where booleans of `blocks` are False; None if it then does not
+            count. A finite number counts, as it does in a row of such numbers alone.
     """
 
     causal: bool = False
@@ -41,6 +43,7 @@ class Mask:
     key_valid: Any = None
     query_valid: Any = None
     blocks: Blocks | None = None
+    fill: float | None = None
 
     @property
     def kind(self) -> str:

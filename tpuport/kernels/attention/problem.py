@@ -34,6 +34,7 @@ class AttentionProblem:
         interpret: whether Pallas interprets the kernel.
         dropout: share of dropped weights; only blockwise.
         further: further mask or bias by tile; only blockwise.
+        fill: see `Mask.fill`; only blockwise.
         shards: the mesh and its axes, or None.
         sequence_parallel: strategy for a sharded sequence: "all_gather", "ring" or "ulysses".
         keys_whole: whether the chips' keys together are `num_keys`; else the last ones are padding.
@@ -53,6 +54,7 @@ class AttentionProblem:
     interpret: bool = False
     dropout: float = 0.0
     further: Further | None = None
+    fill: float | None = None
     shards: Shards | None = None
     sequence_parallel: SequenceParallel = "all_gather"
     keys_whole: bool = True

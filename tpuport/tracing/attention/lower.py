@@ -143,16 +143,16 @@ def structured_call(
     return out
 
 
-def splash_refuses(
-    trace: Trace, q: jax.Array, found: Structure, options: AttentionOptions
-) -> str | None:
-    """Return why splash, asked for by name, cannot serve; None if it can, or nobody asked."""
-    if options.kernel != "splash":
-        return None
+def serving_kernel(
+    trace: Trace,
+    q: jax.Array,
+    found: Structure,
+    call: AttentionOperands,
+    options: AttentionOptions,
+) -> str:
+    """Return the kernel that `structured_call` would take: "splash" or "blockwise"."""
     shards = shards_for(trace.options.mesh, q.shape[:3])
-    kernel, reasons = choose_kernel(q.dtype, to_mask(found), 0.0, options, shards)
-    others = [one for one in reasons if one != CHOSEN]
-    return None if kernel == "splash" else _in_words((others[0],), found)
+    return choose_kernel(q.dtype, to_mask(found), call.dropout, options, shards)[0]
 
 
 def described(mask: Mask, found: Structure) -> str:
@@ -206,9 +206,14 @@ def _refused(
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "a scale that depends on data"
     weights = query.size // max(query.shape[-1], 1) * key.shape[-2]
-    if call.dropout and options.kernel == "auto" and weights <= _DROPPED_WHOLE:
+    if call.dropout and drops_whole(options, weights):
         return "dropout of weights that are few"
     return ""
+
+
+def drops_whole(options: AttentionOptions, weights: int) -> bool:
+    """Return whether dropout of so many weights acts on the matrix of scores."""
+    return options.kernel == "auto" and weights <= _DROPPED_WHOLE
 
 
 def has_few_scores(q: Any, k: Any, v: Any, shards: Shards | None) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -21,9 +21,10 @@ from tpuport.foundation.user_frames import is_inside
 from tpuport.tracing.attention.lower import (
     AttentionOperands,
     CallPlace,
+    drops_whole,
     has_few_scores,
     note_call,
-    splash_refuses,
+    serving_kernel,
     structured_call,
 )
 from tpuport.tracing.attention.masks.graph import Node, computed
@@ -39,7 +40,9 @@ from tpuport.tracing.attention.masks.two_valued import NOTHING
 from tpuport.tracing.attention.masks.views import VIEWS, base
 from tpuport.tracing.attention.options import options_for, shards_for
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.patterns.dropout import Dropout, dropout_of
 from tpuport.tracing.patterns.program import FlatProgram, Match, Values, is_var
+from tpuport.tracing.patterns.run_time_masks import if_causal, if_rows_see
 from tpuport.tracing.patterns.softmax import Softmax, softmax_of
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
@@ -91,9 +94,10 @@ def _written_out(program: FlatProgram, product: Any, side: int) -> "WrittenOut |
     scores = [one for one in behind if _is_product(one, size)]
     if not scores:
         return None
-    return WrittenOut(
-        program, product, side, softmax, after, scores, _path(program, scores[0], behind)
-    )
+    between = _path(program, scores[0], behind)
+    dropouts = [d for eqn in after if (d := dropout_of(program, eqn, size)) is not None]
+    dropout = dropouts[0] if len(dropouts) == 1 else None
+    return WrittenOut(program, product, side, softmax, after, scores, between, dropout)
 
 
 def _is_product(eqn: Any, size: int) -> bool:
@@ -164,6 +168,7 @@ class WrittenOut:
         after: What is computed of the weights before the product.
         scores: Products of the softmax's size that it is of: that of queries and keys.
         between: What is computed of the scores before the softmax.
+        dropout: The dropout of the weights, which is one of `after`.
     """
 
     program: FlatProgram
@@ -173,6 +178,7 @@ class WrittenOut:
     after: list[Any]
     scores: list[Any]
     between: list[Any]
+    dropout: Dropout | None = None
 
     def check(self, trace: Trace) -> None:
         """Raise `NotServedError` if no kernel computes this, as far as shapes and readers tell."""
@@ -182,15 +188,22 @@ class WrittenOut:
         if len(shape) < 2 or self.softmax.axis != len(shape) - 1:
             raise NotServedError("the softmax is not over the last dim")
         for eqn in self.after:
+            if self.dropout is not None and eqn is self.dropout.equation:
+                continue
             name, before, after = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
             is_view = name == "reshape" and before.shape[-2:] == after.shape[-2:]
+            is_view |= _swaps_last(eqn)
             if not is_view and not (name == "convert_element_type" and after.dtype in _FLOATS):
                 raise NotServedError(f"the weights are changed by {name} after the softmax")
         weights = _Factor(self.product, self.side)
+        last = (weights.free[0], weights.summed[0])
+        swapped = sum(map(_swaps_last, self.after)) % 2
         rank = len(weights.shape)
-        if weights.summed != (rank - 1,) or weights.free != (rank - 2,):
+        if last != ((rank - 1, rank - 2) if swapped else (rank - 2, rank - 1)):
             raise NotServedError("the product with the values sums another dim than the softmax")
-        chain = [*self.scores, *self.between, *self.softmax.equations, *self.after, self.product]
+        dropped = [] if self.dropout is None else self.dropout.factor
+        chain = [*self.scores, *self.between, *self.softmax.equations, *dropped, *self.after]
+        chain.append(self.product)
         reader = self.program.other_reader(chain)
         if reader is True:
             raise NotServedError("the weights are a result, too")
@@ -206,6 +219,9 @@ class WrittenOut:
                 raise NotServedError(f"{array.dtype.name} operands")
         self.precision()
         options = options_for(trace.options.target)
+        weights = math.prod(self.softmax.input.aval.shape)
+        if self.dropout is not None and options is not None and drops_whole(options, weights):
+            raise NotServedError("dropout of weights that are few")
         if options is not None and options.kernel == "auto" and not options.interpret:
             q, k, v = (
                 jax.ShapeDtypeStruct((*self.sizes, f.shape[a], f.shape[b]), array.dtype)
@@ -280,12 +296,27 @@ class WrittenOut:
         )
         q, k, v = _of_one_dtype(q, k, v)
         effect = self._effect(values)
-        found = self._structure(effect, (*q.shape[:3], k.shape[2]))
-        refused = splash_refuses(trace, q, found, options)
-        if refused is not None:
-            raise NotServedError(refused)
-        call = AttentionOperands(scale=effect.scale, softcap=effect.softcap)
-        out = structured_call(trace, (q, k, v), found, call, options, self.place(trace))
+        found, strict = self._structures(effect, (*q.shape[:3], k.shape[2]))
+        rate, key = 0.0, None
+        if self.dropout is not None:
+            rate, key = self.dropout.rate, values.read(self.dropout.key)
+        call = AttentionOperands(scale=effect.scale, softcap=effect.softcap, dropout=rate, key=key)
+        if options.kernel == "splash" != serving_kernel(trace, q, found, call, options):
+            raise NotServedError("splash is asked for, and cannot serve it")
+
+        def run(found: Structure) -> jax.Array:
+            return structured_call(trace, (q, k, v), found, call, options, self.place(trace))
+
+        simpler = if_causal(found) or if_rows_see(strict)
+        if simpler is None or serving_kernel(trace, q, simpler[1], call, options) != "splash":
+            out = run(found)
+        else:
+            holds, other, words = simpler
+            out = jax.lax.cond(holds, lambda: run(other), lambda: run(found))
+            notes = trace.recorder.counters.attention
+            first, second = notes[-2:]
+            reason = f"if {words}, which the program checks; otherwise {second.kernel}"
+            notes[-2:] = [replace(first, reason=reason)]
         seen = None if self.softmax.zeros else rows_seen(found)
         if seen is not None:
             out = _nan_unless_seen(effect.bias is not None, out, q, k, v, seen)
@@ -293,7 +324,7 @@ class WrittenOut:
 
     def _as_product(self, out: jax.Array, weights: _Factor) -> jax.Array:
         """Return the result [batch, heads, queries, size] in the layout of the product."""
-        out = out.reshape(*weights.shape[:-1], out.shape[-1])
+        out = out.reshape(*(weights.shape[d] for d in range(len(weights.batch))), *out.shape[-2:])
         num = len(weights.batch)
         last = (num, num + 1) if self.side == 0 else (num + 1, num)
         out = jnp.transpose(out, (*weights.batch, *last))
@@ -311,16 +342,31 @@ class WrittenOut:
             )
         return effect
 
-    def _structure(self, effect: Changed, shape: tuple[int, ...]) -> Structure:
-        found = Structure(shape)
+    def _structures(
+        self, effect: Changed, shape: tuple[int, ...]
+    ) -> tuple[Structure, Structure | None]:
+        """Return the mask; and as it is if each query sees a key, should that be simpler."""
+
+        def made(*, strict: bool) -> Structure:
+            found = Structure(shape)
+            if effect.bias is not None:
+                alone = not effect.conditions
+                found = read_node(_four(effect.bias, shape), shape, alone=alone, strict=strict)
+            for node in effect.conditions:
+                found = with_conditions(found, _four(node, shape))
+            return found
+
+        found = made(strict=False)
+        strict = made(strict=True)
+        if not effect.conditions or not np.isfinite(effect.fill):
+            return found, None if found.bias is None or strict.bias is not None else strict
         if effect.bias is not None:
-            found = read_node(_four(effect.bias, shape), shape, alone=not effect.conditions)
-        for node in effect.conditions:
-            found = with_conditions(found, _four(node, shape))
-        if effect.conditions and np.isfinite(effect.fill):
-            if effect.bias is not None or effect.fill > NOTHING or not found.covers():
-                raise NotServedError(f"hidden scores are {effect.fill:g}, which counts as a score")
-        return found
+            raise NotServedError(f"scores with a bias are hidden by {effect.fill:g}, which counts")
+        if effect.fill <= NOTHING and found.covers():
+            return found, None
+        rest = [_four(node, shape) for node in effect.conditions]
+        exact = Structure(shape, rest=rest, fill=effect.fill)
+        return exact, strict if effect.fill <= NOTHING else None
 
     def place(self, trace: Trace) -> CallPlace:
         """Return the user's line of the product with the values, and its module."""
@@ -333,6 +379,14 @@ class WrittenOut:
         """Note that the matrix of scores is used, and why."""
         q, k = (self.scores[0].invars[side].aval for side in (0, 1))
         note_call(trace, q, k, "full", reason, place=self.place(trace))
+
+
+def _swaps_last(eqn: Any) -> bool:
+    """Return whether an equation transposes the last two dims."""
+    order = eqn.params.get("permutation", ()) if eqn.primitive.name == "transpose" else ()
+    return order[-2:] == (len(order) - 1, len(order) - 2) and tuple(order[:-2]) == tuple(
+        range(len(order) - 2)
+    )
 
 
 def _of_one_dtype(*arrays: jax.Array) -> list[jax.Array]:

@@ -31,6 +31,7 @@ class Structure:
         queries: Conditions on the query alone.
         rest: Any other conditions.
         bias: The number added to the scores, or None.
+        fill: What a score becomes where one of `rest` fails; None if it then does not count.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Structure:
     queries: list[Node] = field(default_factory=list)
     rest: list[Node] = field(default_factory=list)
     bias: Node | None = None
+    fill: float | None = None
 
     @property
     def limit(self) -> int:
@@ -68,13 +70,16 @@ def read(value: Any, shape: tuple[int, ...], *, frozen: bool) -> Structure:
     return read_node(Graph(frozen=frozen).of(value), shape)
 
 
-def read_node(node: Node, shape: tuple[int, ...], *, alone: bool = True) -> Structure:
+def read_node(
+    node: Node, shape: tuple[int, ...], *, alone: bool = True, strict: bool = False
+) -> Structure:
     """Return the structure of the node of a mask.
 
     Args:
         node: Broadcastable to `shape`; booleans, or numbers that are added to the scores.
         shape: (batch, heads, queries, keys).
         alone: Whether nothing else hides keys.
+        strict: Whether each query is sure to see a key, so that finite numbers hide, too.
     """
     node = _four(node)
     if node.is_bool:
@@ -85,7 +90,11 @@ def read_node(node: Node, shape: tuple[int, ...], *, alone: bool = True) -> Stru
     found = Structure(shape, bias=None if parts.bias is None else _four(parts.bias))
     _sort(found, parts.conditions)
     # A bias may outweigh a finite number that hides, and then the key is seen after all.
-    if parts.is_finite and (parts.bias is not None or not alone or not found.covers()):
+    if (
+        parts.is_finite
+        and not strict
+        and (parts.bias is not None or not alone or not found.covers())
+    ):
         return Structure(shape, bias=node)
     return found
 
@@ -196,6 +205,7 @@ def to_mask(found: Structure) -> Mask:
         key_valid=_valid(found, found.keys, K, num_k),
         query_valid=_valid(found, found.queries, Q, num_q),
         blocks=_blocks(found) if found.rest or found.bias is not None else None,
+        fill=found.fill,
     )
 
 
@@ -253,7 +263,7 @@ def rows_seen(found: Structure) -> Any:
 
     None if each is sure to see one.
     """
-    if found.covers() and found.bias is None:
+    if found.fill is not None or (found.covers() and found.bias is None):
         return None
     tiles, num_q, num_k = found.tiles, *found.shape[2:]
     nodes = [*found.keys, *found.queries, *found.rest]
