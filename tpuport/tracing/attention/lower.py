@@ -317,6 +317,8 @@ def note_call(
     if place is None:
         site = user_site()
         place = CallPlace(*(("", 0) if site is None else site[:2]), _module(trace))
+        if kernel == "full":
+            trace.full_attention.add((place.file, place.line))
     trace.recorder.counters.attention.append(
         AttentionCall(
             place.file,

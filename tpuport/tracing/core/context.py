@@ -237,6 +237,8 @@ class Trace:
         self.makes_error = False
         self.mask_counts: dict[int, tuple[jax.Array, Any]] = {}
         self.shared = SharedTensors()
+        # Lines whose attention was given to the matrix of scores.
+        self.full_attention: set[tuple[str, int]] = set()
         # The structure of attention masks, by the id of the array.
         self.masks: dict[Any, Any] = {}
         # Arrays that represent int64 in a narrower dtype, by id. The references are weak.

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpuport.foundation.user_frames import is_inside
+from tpuport.foundation.user_frames import inside_prefixes, user_site
 from tpuport.tracing.attention.lower import (
     AttentionOperands,
     CallPlace,
@@ -73,6 +73,9 @@ def find_attention(program: FlatProgram, trace: Trace) -> Iterator[Match]:
 
 
 def _checked(found: "WrittenOut", trace: Trace) -> Iterator[Match]:
+    place = found.place(trace)
+    if (place.file, place.line) in trace.full_attention:
+        return  # `F.scaled_dot_product_attention` chose the matrix of scores
     try:
         found.check(trace)
     except NotServedError as error:
@@ -217,6 +220,8 @@ class WrittenOut:
         for array in arrays:
             if array.dtype not in _FLOATS:
                 raise NotServedError(f"{array.dtype.name} operands")
+        if not all(math.prod(array.shape) for array in arrays):
+            raise NotServedError("no queries, or nothing to attend to")
         self.precision()
         options = options_for(trace.options.target)
         weights = math.prod(self.softmax.input.aval.shape)
@@ -419,9 +424,10 @@ def _site(eqn: Any) -> tuple[str, int] | None:
     """Return the file and line of the user's code that an equation comes from."""
     traceback = eqn.source_info.traceback
     for frame in () if traceback is None else traceback.frames:
-        if not is_inside(frame.file_name):
+        if not frame.file_name.startswith(inside_prefixes()):
             return frame.file_name, frame.line_num
-    return None
+    running = user_site()  # what is traced is a function of torch
+    return None if running is None else running[:2]
 
 
 def _at(eqn: Any) -> str:
