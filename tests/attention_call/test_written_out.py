@@ -260,3 +260,144 @@ HIDDEN_ROWS: dict[str, Form] = {
 def test_rows_that_see_nothing(kernel: str):
     ported = compared(Attends(HIDDEN_ROWS), inputs(), kernel)
     assert "full" not in {a.kernel for a in ported.report.attention}
+
+
+PRODUCTS: list[Form] = [
+    lambda q, k: q @ kt(k),
+    lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k),
+    lambda q, k: torch.bmm(merged(q), kt(merged(k))).view(B, H, S, S),
+    lambda q, k: kt(torch.matmul(k, kt(q))),
+    lambda q, k: torch.einsum("bihd,bjhd->bhij", rows(q), rows(k)),
+]
+CHANGES: list[Form] = [
+    lambda s, p: s * 0.3,
+    lambda s, p: s / 1.7,
+    lambda s, p: s + p.bias,
+    lambda s, p: s - p.bias[:1],
+    lambda s, p: p.causal + s,
+    lambda s, p: s.masked_fill(p.tril == 0, -INF),
+    lambda s, p: torch.where(p.integers.bool(), s, -INF),
+    lambda s, p: s.masked_fill(p.pad[:, None, None], -INF),
+    lambda s, p: s.to(torch.float32),
+    lambda s, p: s.reshape(B * H, S, S).reshape(B, H, S, S),
+]
+SOFTMAXES: list[Form] = [
+    lambda s: s.softmax(-1),
+    lambda s: F.softmax(s, dim=3, dtype=torch.float32).type_as(s),
+    by_hand,
+]
+LAST: list[Form] = [
+    lambda w, v: w @ v,
+    lambda w, v: torch.einsum("bhij,bhjd->bhid", w, v),
+    lambda w, v: torch.bmm(w.flatten(0, 1), merged(v)).unflatten(0, (B, H)),
+    lambda w, v: torch.einsum("bhij,bjhd->bihd", w, rows(v)).transpose(1, 2),
+]
+
+
+def random_form(rng: Any) -> Form:
+    first, softmax, last = (some[rng.integers(len(some))] for some in (PRODUCTS, SOFTMAXES, LAST))
+    changes = [CHANGES[i] for i in rng.integers(len(CHANGES), size=rng.integers(5))]
+
+    def form(q: Any, k: Any, v: Any, parts: Parts) -> torch.Tensor:
+        scores = first(q, k)
+        for change in changes:
+            scores = change(scores, parts)
+        return last(softmax(scores), v)
+
+    return form
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9))]
+)
+def test_random_forms(seed: int):
+    rng = np.random.default_rng(seed)
+    ported = compared(Attends({str(n): random_form(rng) for n in range(12)}), inputs(), "blockwise")
+    # A second bias is no bias of a kernel.
+    assert {a.reason[:22] for a in ported.report.attention if a.kernel == "full"} <= {
+        "the scores are changed"
+    }
+
+
+class Layers(torch.nn.Module):
+    """Layers that are alike, with a mask that they share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+        self.layers = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+
+    def forward(self, x: torch.Tensor, pad: torch.Tensor) -> torch.Tensor:
+        return self.layers(x, src_key_padding_mask=pad)
+
+
+@pytest.mark.parametrize("blocks", ["unroll", "scan"])
+def test_repeated_layers(blocks: Any):
+    model, x, pad = Layers(), torch.randn(B, 40, 8), torch.zeros(B, 40, dtype=torch.bool)
+    pad[1, -9:] = True
+    with tpuport.attention_options(**KERNELS["splash"]):
+        ported = tpuport.convert(model, verify=False, blocks=blocks)
+        ported.verify(x, pad)
+        backward = gradient_program(ported, lambda out: out.sum(), x, pad)
+    assert ported.report.ok, ported.report
+    (call,) = ported.report.attention
+    assert (call.kernel, call.mask, call.calls) == ("splash", "padded keys", 3)
+    assert of_scores_size(backward, 40) == []
+
+
+class Dropped(torch.nn.Module):
+    """Attention with dropout of the weights."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.dropout((q @ kt(k)).softmax(-1), 0.25, True) @ v
+
+
+def test_dropout_of_the_weights():
+    q, k = torch.zeros(2, B, H, S, D)
+    v = torch.eye(S).expand(B, H, S, S)
+    with tpuport.attention_options(**KERNELS["blockwise"]):
+        ported = tpuport.convert(Dropped(), verify=False)
+        kept = tpuport.to_numpy(ported(q, k, v)) * S
+    assert [call.kernel for call in ported.report.attention] == ["blockwise"]
+    np.testing.assert_allclose(np.unique(kept.round(4)), [0, 1.3333], rtol=1e-4)
+    assert 0.7 < (kept > 0).mean() < 0.8
+    with tpuport.attention_options(interpret=True):
+        few = tpuport.convert(Dropped(), verify=False)
+        few(q, k, v)
+    assert [call.reason for call in few.report.attention] == ["dropout of weights that are few"]
+
+
+class Returned(torch.nn.Module):
+    """Attention that returns its weights, or their mean over heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.attention(x, x, x)
+
+
+def test_returned_weights_are_computed():
+    with tpuport.attention_options(interpret=True):
+        ported = tpuport.convert(Returned())
+        ported(torch.randn(B, 40, 8))
+    (call,) = ported.report.attention
+    assert call.kernel == "full" and "reads the weights, too" in call.reason
+    assert (
+        call.file == __file__
+        and "self.attention(x, x, x)" in open(__file__).read().split("\n")[call.line - 1]
+    )
+
+
+def test_bfloat16_is_closer_to_float64():
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, H, 64, 16).to(torch.bfloat16)
+    exact = (4 * q.double() @ kt(k.double())).softmax(-1) @ v.double()
+    written = lambda q, k, v: (4 * q @ kt(k)).softmax(-1) @ v  # noqa: E731
+    with tpuport.attention_options(**KERNELS["blockwise"]):
+        ported = tpuport.convert(written, verify=False)
+        ours = torch.from_numpy(tpuport.to_numpy(ported(q, k, v)).astype("float64"))
+    assert [call.kernel for call in ported.report.attention] == ["blockwise"]
+    assert (ours - exact).abs().max() <= (written(q, k, v).double() - exact).abs().max()

@@ -1,5 +1,6 @@
 """A ported model copied as shapes on a mesh, whose devices may only be described."""
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -98,6 +99,8 @@ def spread_out(
         for part in (ported.params, ported.buffers)
     )
     made = ported._copy(params, buffers, placement=NOWHERE)
+    made.report = copy.copy(ported.report)
+    made.report.attention = []  # is filled by the trace of the copy
     changed = None if how.policy is None else how.policy(made)
     made = changed if isinstance(changed, PortedModel) else made
     with warnings.catch_warnings():

@@ -200,6 +200,7 @@ def _reported(
         held_is_whole=refused is not None and not refused.largest,
         work=read.work,
         estimate=read.time,
+        attention=tuple(spread.report.attention),
         captured=captured,
         constant_budget=constant_budget,
         optimizer=names["optimizer"],

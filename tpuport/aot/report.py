@@ -9,6 +9,7 @@ from tpuport.cost.records import Estimate
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.reporting.json_codec import decoded, encoded
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
+from tpuport.reports.records import AttentionCall
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class CompileReport(SavedReport):
         work: FLOPs, bytes and communication of a step; only the traced program's if libtpu refused
             it.
         estimate: estimated time of a step with its assumptions; None if it was refused.
+        attention: which kernel computes each attention of the code, on which line, and why.
         captured: constants of the host that the program holds, the largest first.
         constant_budget: most bytes of these that are not worth a finding.
         optimizer: optimizer of a training step, in words.
@@ -53,6 +55,7 @@ class CompileReport(SavedReport):
     held_is_whole: bool = False
     work: Work | None = None
     estimate: Estimate | None = None
+    attention: tuple[AttentionCall, ...] = ()
     captured: tuple[Captured, ...] = ()
     constant_budget: int = 0
     optimizer: str = ""

@@ -48,6 +48,7 @@ def to_html(report: CompileReport) -> str:
         constants=[
             Bar(one.shape, fmt.size(one.bytes), one.bytes, one.name) for one in report.captured
         ],
+        calls=report_text.attention_lines(report),
         **_work(report.work or Work(0)),
     )
 

@@ -126,6 +126,8 @@ def _work(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
             for one in work.attention
         ]
         yield "Attention", _rows(("kernel", "scores", "", "module"), rows)
+    if report.attention:
+        yield "Attention in the code", _lines(attention_lines(report), _MAX_FINDINGS)
     if work.collectives:
         kinds = ", ".join(f"{kind} {fmt.size(num)}" for kind, num in work.bytes_by_kind().items())
         rows = [
@@ -148,6 +150,11 @@ def _work(report: CompileReport) -> Iterator[tuple[str, RenderableType]]:
         yield "Layouts", Text(words)
     if work.unknown:
         yield "Not counted", _lines(work.unknown, _MAX_FINDINGS)
+
+
+def attention_lines(report: CompileReport) -> list[str]:
+    """Return for each attention of the code which kernel computes it, why, and where it is."""
+    return [f"{fmt.attention(one)}; {fmt.attention_detail(one)}" for one in report.attention]
 
 
 def flops_title(report: CompileReport) -> str:

@@ -8,6 +8,7 @@ import jax
 import jax.core
 from jax.extend.core import jaxpr_as_fun
 
+from tpuport.model import report_builder
 from tpuport.tracing.core.untaken import gated, runs_branches
 from tpuport.tracing.functions.inner_gradients import NeedsProgram
 from tpuport.tracing.scan_layers import stacked_params
@@ -58,5 +59,6 @@ def traced(
         outs = (run or jaxpr_as_fun(closed))(*jax.tree.leaves(inputs))
         results = jax.tree.unflatten(jax.tree.structure(shape), outs)
     outcome = held["outcome"]
+    report_builder.record_attention(ported.report, outcome.trace)
     outcome.out_leaves, outcome.state, outcome.error_code = results
     return outcome

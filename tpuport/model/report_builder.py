@@ -81,7 +81,7 @@ def record(report: PortReport, outcome: Any, hoisted: list[torch.Tensor]) -> Non
     _record_branches(report, trace)
     report.host += [part for part in trace.recorder.hosts if part not in report.host]
     _record_counts(report, trace)
-    _record_attention(report, trace)
+    record_attention(report, trace)
     _record_blocks(report, trace)
     for tensor in hoisted:
         size = tensor.numel() * tensor.element_size()
@@ -114,7 +114,7 @@ def _record_branches(report: PortReport, trace: Any) -> None:
             )
 
 
-def _record_attention(report: PortReport, trace: Any) -> None:
+def record_attention(report: PortReport, trace: Any) -> None:
     """Record one line per kind of call, in place of an earlier trace's lines for the same calls."""
     found: dict[Any, AttentionCall] = {}
     for one in trace.recorder.counters.attention:
