@@ -2,6 +2,7 @@
 gradient, and left alone where it is not quite attention.
 """
 
+import linecache
 import math
 from collections.abc import Callable
 from typing import Any
@@ -313,10 +314,7 @@ def random_form(rng: Any) -> Form:
 def test_random_forms(seed: int):
     rng = np.random.default_rng(seed)
     ported = compared(Attends({str(n): random_form(rng) for n in range(12)}), inputs(), "blockwise")
-    # A second bias is no bias of a kernel.
-    assert {a.reason[:22] for a in ported.report.attention if a.kernel == "full"} <= {
-        "the scores are changed"
-    }
+    assert "full" not in {a.kernel for a in ported.report.attention}
 
 
 class Layers(torch.nn.Module):
@@ -384,11 +382,10 @@ def test_returned_weights_are_computed():
         ported = tpuport.convert(Returned())
         ported(torch.randn(B, 40, 8))
     (call,) = ported.report.attention
-    assert call.kernel == "full" and "reads the weights, too" in call.reason
-    assert (
-        call.file == __file__
-        and "self.attention(x, x, x)" in open(__file__).read().split("\n")[call.line - 1]
-    )
+    assert call.kernel == "full"
+    assert "reads the weights, too" in call.reason
+    assert call.file == __file__
+    assert "self.attention(x, x, x)" in linecache.getline(call.file, call.line)
 
 
 def test_bfloat16_is_closer_to_float64():

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tpuport.foundation.user_frames import inside_prefixes, user_site
+from tpuport.kernels.attention import AttentionOptions, BlockSizes
 from tpuport.tracing.attention.lower import (
     AttentionOperands,
     CallPlace,
@@ -41,7 +42,7 @@ from tpuport.tracing.attention.masks.views import VIEWS, base
 from tpuport.tracing.attention.options import options_for, shards_for
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.patterns.dropout import Dropout, dropout_of
-from tpuport.tracing.patterns.program import FlatProgram, Match, Values, is_var
+from tpuport.tracing.patterns.program import FlatProgram, PatternMatch, RunningValues, is_var
 from tpuport.tracing.patterns.run_time_masks import if_causal, if_rows_see
 from tpuport.tracing.patterns.softmax import Softmax, softmax_of
 
@@ -53,12 +54,15 @@ _PRECISIONS = {
     jax.lax.Precision.HIGHEST: "highest",
 }
 
+# Tiles of the kernel for masks that are not what they usually are: memory is set aside for it.
+_SMALL = BlockSizes(128, 256, 256)
+
 
 class NotServedError(Exception):
     """An error for attention that no kernel computes; it says why."""
 
 
-def find_attention(program: FlatProgram, trace: Trace) -> Iterator[Match]:
+def find_attention(program: FlatProgram, trace: Trace) -> Iterator[PatternMatch]:
     """Yield the attentions of a program that a kernel may compute; the others are noted."""
     if options_for(trace.options.target) is None:
         return
@@ -72,7 +76,7 @@ def find_attention(program: FlatProgram, trace: Trace) -> Iterator[Match]:
                 break
 
 
-def _checked(found: "WrittenOut", trace: Trace) -> Iterator[Match]:
+def _checked(found: "WrittenOut", trace: Trace) -> Iterator[PatternMatch]:
     place = found.place(trace)
     if (place.file, place.line) in trace.full_attention:
         return  # `F.scaled_dot_product_attention` chose the matrix of scores
@@ -81,7 +85,7 @@ def _checked(found: "WrittenOut", trace: Trace) -> Iterator[Match]:
     except NotServedError as error:
         found.note(trace, str(error))
     else:
-        yield Match(found.product, lambda values: found.compute(trace, values))
+        yield PatternMatch(found.product, lambda values: found.compute(trace, values))
 
 
 def _written_out(program: FlatProgram, product: Any, side: int) -> "WrittenOut | None":
@@ -130,7 +134,11 @@ class _Factor:
             raise NotServedError("a product sums several dims, or keeps several")
 
     def laid_out(
-        self, values: Values, lead: Sequence[int], last: tuple[int, ...], sizes: tuple[int, int]
+        self,
+        values: RunningValues,
+        lead: Sequence[int],
+        last: tuple[int, ...],
+        sizes: tuple[int, int],
     ) -> Any:
         """Return the value as [batch, heads, ...]: these batch dims first, joined, then others."""
         value = jnp.transpose(values.read(self.atom), (*(self.batch[i] for i in lead), *last))
@@ -280,7 +288,7 @@ class WrittenOut:
             raise NotServedError("the products have several precisions")
         return _PRECISIONS.get(both.pop())
 
-    def compute(self, trace: Trace, values: Values) -> list[Any] | None:
+    def compute(self, trace: Trace, values: RunningValues) -> list[Any] | None:
         """Compute the product by a kernel; return None if none serves."""
         try:
             with _scopes(self.product), jax.default_matmul_precision(self.precision()):
@@ -289,7 +297,7 @@ class WrittenOut:
             self.note(trace, str(error))
             return None
 
-    def _computed(self, trace: Trace, values: Values) -> Any:
+    def _computed(self, trace: Trace, values: RunningValues) -> Any:
         options = options_for(trace.options.target)
         assert options is not None
         factors, lead = self.factors(), self.layout().order[:-2]
@@ -309,7 +317,7 @@ class WrittenOut:
         if options.kernel == "splash" != serving_kernel(trace, q, found, call, options):
             raise NotServedError("splash is asked for, and cannot serve it")
 
-        def run(found: Structure) -> jax.Array:
+        def run(found: Structure, options: AttentionOptions = options) -> jax.Array:
             return structured_call(trace, (q, k, v), found, call, options, self.place(trace))
 
         simpler = if_causal(found) or if_rows_see(strict)
@@ -317,7 +325,8 @@ class WrittenOut:
             out = run(found)
         else:
             holds, other, words = simpler
-            out = jax.lax.cond(holds, lambda: run(other), lambda: run(found))
+            rare = replace(options, blocks=options.blocks or _SMALL)
+            out = jax.lax.cond(holds, lambda: run(other), lambda: run(found, rare))
             notes = trace.recorder.counters.attention
             first, second = notes[-2:]
             reason = f"if {words}, which the program checks; otherwise {second.kernel}"
@@ -335,7 +344,7 @@ class WrittenOut:
         out = jnp.transpose(out, (*weights.batch, *last))
         return out.astype(self.product.outvars[0].aval.dtype)
 
-    def _effect(self, values: Values) -> Changed:
+    def _effect(self, values: RunningValues) -> Changed:
         """Return what is done to the scores before the softmax."""
         score, top = values.node(self.scores[0].outvars[0]), values.node(self.softmax.input)
         function = ScoreFunction(score, lambda node: base(node) is score, top.shape, rounds=True)

@@ -126,7 +126,7 @@ def _renamed(names: dict[Any, Any], atom: Any) -> Any:
     return names.get(atom, atom) if is_var(atom) else atom
 
 
-class Values:
+class RunningValues:
     """The values of a program that runs, and their nodes for what reads the structure of masks.
 
     Args:
@@ -158,7 +158,7 @@ class Values:
 
 
 @dataclass(frozen=True)
-class Match:
+class PatternMatch:
     """A place of a pattern.
 
     Attributes:
@@ -167,4 +167,4 @@ class Match:
     """
 
     equation: Any
-    compute: Callable[[Values], list[Any] | None]
+    compute: Callable[[RunningValues], list[Any] | None]

@@ -2,7 +2,7 @@
 
 This runs over the whole program, after it was traced and before it is differentiated: only then is
 it known what reads a value, and the new way is what gets a derivative. A pattern is a function of a
-`FlatProgram`. It yields a `Match` for each place, which computes the results of one equation from
+`FlatProgram`. It yields a `PatternMatch` for each place, which computes the results of one equation from
 other values. Equations that nothing needs any more are dropped.
 """
 
@@ -17,11 +17,11 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.inner_programs import inner_programs, run_with
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.patterns.attention import find_attention
-from tpuport.tracing.patterns.program import FlatProgram, Match, Values
+from tpuport.tracing.patterns.program import FlatProgram, PatternMatch, RunningValues
 from tpuport.tracing.scan_layers.rolling import run_equations, shape_of
 from tpuport.tracing.scan_layers.shared_programs import NAME, jitted
 
-Pattern = Callable[[FlatProgram, Trace], Iterable[Match]]
+Pattern = Callable[[FlatProgram, Trace], Iterable[PatternMatch]]
 PATTERNS: tuple[Pattern, ...] = (find_attention,)
 
 
@@ -101,13 +101,13 @@ class _Inside:
 
 def _run(
     program: FlatProgram,
-    matches: dict[int, Match],
+    matches: dict[int, PatternMatch],
     nested: dict[int, list[Callable[..., Any]]],
     args: Any,
 ) -> list[Any]:
     known = dict(program.consts)
     known.update(zip(program.invars, args, strict=True))
-    values, waiting = Values(program, known), []
+    values, waiting = RunningValues(program, known), []
     for eqn in program.equations:
         match, runs = matches.get(id(eqn)), nested.get(id(eqn))
         outs = None

@@ -38,7 +38,7 @@ def softmax_of(program: FlatProgram, division: Any) -> Softmax | None:
     less = program.maker(power.invars[0])
     if less is None or less.primitive.name != "sub":
         return None
-    rows = _Rows(program, less.invars[0].aval.shape)
+    rows = _RowNumbers(program, less.invars[0].aval.shape)
     total = rows.reduced(division.invars[1], 1.0)
     high = rows.reduced(less.invars[1], 0.0)
     if total is None or high is None or high.test is not total.test:
@@ -63,7 +63,7 @@ class _Reduced:
 
 
 @dataclass
-class _Rows:
+class _RowNumbers:
     """Numbers of rows of an array of this shape, stretched along the reduced dim again."""
 
     program: FlatProgram

@@ -98,7 +98,9 @@ def _recipe_of(top: Node, frozen: bool) -> Recipe | None:
         return None
     given = frozenset(found.given)
     inputs = [node for node in found.nodes if id(node) in given]
-    if sum(node.size for node in inputs) * _SHORTER > top.size:
+    # Numbers that are made of booleans are no longer known to be a mask if they are an argument.
+    long = [node for node in inputs if top.is_bool or not node.is_bool]
+    if sum(node.size for node in long) * _SHORTER > top.size:
         return None
     numbers = {id(node): i for i, node in enumerate(found.nodes)}
     key = tuple(_described(node, numbers, given) for node in found.nodes)
@@ -133,7 +135,9 @@ class _Collected:
         if is_short and (node.op is None or node.shape[-2:] != self._matrix):
             return self._listed(node, given=True)
         if node.op is None:
-            return not is_traced and node.value is not None and self._listed(node)
+            if is_traced:
+                return node.is_bool and node.size <= self._size and self._listed(node, given=True)
+            return node.value is not None and self._listed(node)
         if not is_short:
             return all(map(self.collect, node.inputs)) and self._listed(node)
         before = len(self.nodes), set(self.given), set(self._seen)

@@ -82,14 +82,16 @@ class ScoreFunction:
             if self._depends(bias):
                 continue
             inner = self.effect(rest)
-            # A bias inside a condition only matters where the condition holds.
-            if inner is None or inner.bias is not None:
-                return None
-            if inner.conditions and np.isfinite(inner.fill):
+            if inner is None or (inner.conditions and np.isfinite(inner.fill)):
                 return None
             if node.name == "sub":
                 bias = computed(jax.lax.neg_p, {}, (bias,), bias)
-            inner.bias = broadcast(bias, self.shape)
+            # A bias inside a condition only matters where the condition holds.
+            bias = broadcast(bias, self.shape)
+            if inner.bias is not None and inner.bias.dtype != bias.dtype:
+                return None
+            added = () if inner.bias is None else (inner.bias,)
+            inner.bias = computed(jax.lax.add_p, {}, (*added, bias), bias) if added else bias
             return inner
         return None
 
