@@ -2,8 +2,8 @@
 
 This runs over the whole program, after it was traced and before it is differentiated: only then is
 it known what reads a value, and the new way is what gets a derivative. A pattern is a function of a
-`FlatProgram`. It yields a `PatternMatch` for each place, which computes the results of one equation from
-other values. Equations that nothing needs any more are dropped.
+`FlatProgram`. It yields a `PatternMatch` for each place, which computes the results of one equation
+from other values. Equations that nothing needs any more are dropped.
 """
 
 from collections.abc import Callable, Iterable
