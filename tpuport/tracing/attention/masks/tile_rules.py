@@ -36,6 +36,11 @@ def _transpose(tiles: Tiles, node: Node, parts: Parts) -> Any:
     return tiles.tile(node.inputs[0], inner).transpose(order)
 
 
+@rule("sharding_constraint", "reshard")
+def _constrained(tiles: Tiles, node: Node, parts: Parts) -> Any:
+    return tiles.tile(node.inputs[0], parts)
+
+
 @rule("tile")
 def _repeat(tiles: Tiles, node: Node, parts: Parts) -> Any:
     (x,) = node.inputs

@@ -15,7 +15,9 @@ VIEWS = frozenset("broadcast_in_dim transpose reshape squeeze slice dynamic_slic
 def is_same(node: Node) -> bool:
     """Return whether a node equals its operand; stopping a gradient makes it another one."""
     is_float = jax.numpy.issubdtype(node.dtype, jax.numpy.inexact)
-    return node.name in ("copy", "copy_p") or (node.name == "stop_gradient" and not is_float)
+    return node.name in ("copy", "copy_p", "sharding_constraint", "reshard") or (
+        node.name == "stop_gradient" and not is_float
+    )
 
 
 def broadcast(node: Node, shape: tuple[int, ...]) -> Node:
