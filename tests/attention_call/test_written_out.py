@@ -404,22 +404,23 @@ def eager_models() -> dict[str, torch.nn.Module]:
     """Models of transformers whose attention is written out."""
     from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
 
+    eager: dict[str, Any] = {"attn_implementation": "eager"}
     bert = BertConfig(
+        **eager,
         vocab_size=31,
         hidden_size=8,
         intermediate_size=8,
         num_hidden_layers=1,
         num_attention_heads=2,
-        attn_implementation="eager",
     )
     t5 = T5Config(
+        **eager,
         vocab_size=31,
         d_model=8,
         d_ff=8,
         d_kv=4,
         num_layers=1,
         num_heads=2,
-        attn_implementation="eager",
     )
     torch.manual_seed(0)
     return {
@@ -433,7 +434,7 @@ def test_transformers_in_eager_attention(name: str, kernel: str):
     model = eager_models()[name]
     keep = torch.ones(B, 40, dtype=torch.long)
     keep[1, -7:] = 0
-    given = {"input_ids": torch.randint(3, 31, (B, 40)), "attention_mask": keep}
+    given: dict[str, Any] = {"input_ids": torch.randint(3, 31, (B, 40)), "attention_mask": keep}
     with tpuport.attention_options(**KERNELS[kernel]):
         ported = tpuport.convert(model, verify=False)
         ported.verify(**given)

@@ -48,7 +48,7 @@ from tpuport.tracing.patterns.softmax import Softmax, softmax_of
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BETWEEN = (ELEMENTWISE | VIEWS) - {"stop_gradient"}
-_PRECISIONS = {
+_PRECISIONS: dict[Any, str] = {
     jax.lax.Precision.DEFAULT: "default",
     jax.lax.Precision.HIGH: "high",
     jax.lax.Precision.HIGHEST: "highest",
@@ -276,7 +276,7 @@ class WrittenOut:
         """Return batch and heads."""
         lead = self.softmax.input.aval.shape[:-2]
         if len(lead) < 2:
-            return (*lead, 1, 1)[:2]
+            return math.prod(lead), 1
         return math.prod(lead[:-1]), lead[-1]
 
     def precision(self) -> str | None:
@@ -336,7 +336,7 @@ class WrittenOut:
             out = _nan_unless_seen(effect.bias is not None, out, q, k, v, seen)
         return self._as_product(out, weights)
 
-    def _as_product(self, out: jax.Array, weights: _Factor) -> jax.Array:
+    def _as_product(self, out: Any, weights: _Factor) -> jax.Array:
         """Return the result [batch, heads, queries, size] in the layout of the product."""
         out = out.reshape(*(weights.shape[d] for d in range(len(weights.batch))), *out.shape[-2:])
         num = len(weights.batch)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
+import jax.core
 import numpy as np
 from jax.extend import core
 
