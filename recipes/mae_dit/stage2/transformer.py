@@ -87,7 +87,7 @@ class Transformer(nn.Module):
 
 
 class DiffusersTransformer(nn.Module):
-    """diffusers' DiTTransformer2DModel, which is called as `Transformer` is, and drops no labels itself.
+    """diffusers' DiTTransformer2DModel, called as `Transformer` is. It drops no labels itself.
 
     Args:
         config: Arguments of the class.
