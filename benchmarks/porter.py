@@ -241,7 +241,8 @@ Breaking lines of the porter's lists that are not found, on purpose or not:
 
 - What follows from a line that is found is not found again: slices by a number that `.item()` gave,
   `log_prob` of a distribution whose constructor is found.
-- A function that only imports, and whose handler raises, is called where a setting asks for the package.
+- A function that only imports, and whose handler raises, is called where a setting asks for the
+  package.
 - `nonzero` and `.item()` of a scheduler that a pipeline calls on the host are host code. Where a
   loop over its steps is traced, the trace says so.
 - A write `x[mask] = rows` has a static shape, and so has `torch.full` with a traced number: who

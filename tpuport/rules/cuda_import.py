@@ -26,8 +26,8 @@ class CudaImport(Rule):
     Finds imports of packages such as flash_attn, xformers, triton, apex, deepspeed and bitsandbytes
     at the top of a file or class, and in a constructor or `forward`, where nothing catches the
     error or asks first. An import in any other function, or only for a flag or setting, is host
-    code: that setting does not work on a TPU machine. So is one whose handler raises in turn, unless
-    the function does nothing else.
+    code: that setting does not work on a TPU machine. So is one whose handler raises in turn,
+    unless the function does nothing else.
 
     ## Why is this bad?
     The packages hold kernels for NVIDIA GPUs. On a TPU machine they are not installed, so the file

@@ -24,8 +24,9 @@ def _batch_norm(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str
     # With a momentum of 1 they become those of the batch.
     batch = {name: tensor.detach().clone() for name, tensor in held.items()} if moves else held
     made = func(**{**given, **batch, "momentum": 1.0})
+    share: Any = momentum
     if moves:
         with torch.no_grad():
             for name, tensor in held.items():
-                tensor.copy_(tensor * (1 - momentum) + batch[name] * momentum)
+                tensor.copy_(tensor * (1 - share) + batch[name] * share)
     return made

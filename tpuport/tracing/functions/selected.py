@@ -23,7 +23,7 @@ def _named(args: tuple[Any, ...], kwargs: dict[str, Any], *names: str) -> dict[s
 @function(torch.quantile, torch.Tensor.quantile, torch.nanquantile, torch.Tensor.nanquantile)
 def _quantile(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _named(args, kwargs, "input", "q", "dim", "keepdim")
-    source, dim = given.get("input", given.get("self")), given.get("dim")
+    source, dim = given["self" if "self" in given else "input"], given.get("dim")
     if not extents_of(source):
         return NotImplemented
     kind = given.get("interpolation", "linear")
@@ -56,7 +56,7 @@ def _quantile(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 @function(torch.diff, torch.Tensor.diff)
 def _diff(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _named(args, kwargs, "input", "n", "dim", "prepend", "append")
-    source, dim = given.get("input", given.get("self")), given.get("dim", -1)
+    source, dim = given["self" if "self" in given else "input"], given.get("dim", -1)
     beside = [given.get("prepend"), source, given.get("append")]
     if not any(map(extents_of, beside)):
         return NotImplemented
@@ -128,7 +128,7 @@ def _repeat(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 @function(torch.eye)
 def _eye(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    sizes = [size for size in args if isinstance(size, (int, torch.SymInt))]
+    sizes: list[Any] = [size for size in args if isinstance(size, (int, torch.SymInt))]
     if not any(isinstance(size, torch.SymInt) for size in sizes) or kwargs.get("out") is not None:
         return NotImplemented
     rows, columns = (torch.arange(size) for size in (sizes[0], sizes[-1]))
