@@ -32,6 +32,11 @@ REFUSED = {
     "topk": lambda x, k: (k > 0).topk(1),
     "std": lambda x, k: (k > 0).std(),
     "var": lambda x, k: k.var(),
+    "minus a bool": lambda x, k: k.sub_(True),
+    "minus a mask": lambda x, k: x - (k > 0),
+    "minus a truth": lambda x, k: k - bool(x.sum() > 0),
+    "one minus a mask": lambda x, k: 1 - (k > 0),
+    "two masks": lambda x, k: (k > 0) - (k > 1),
 }
 
 

@@ -78,7 +78,8 @@ _ALIKE = {
 }
 _ALIKE |= {f"{name}_": pair for name, pair in _ALIKE.items()}
 _ALIKE["_index_put_impl_"] = _ALIKE["index_put"]
-CHECKED = DTYPES.keys() | _ALIKE.keys()
+_SUBTRACT = ("sub", "sub_", "rsub")
+CHECKED = DTYPES.keys() | _ALIKE.keys() | set(_SUBTRACT)
 
 
 def _check_alike(func: Any, args: tuple[Any, ...]) -> None:
@@ -90,8 +91,25 @@ def _check_alike(func: Any, args: tuple[Any, ...]) -> None:
             raise RuntimeError(text.format(a=a, b=b))
 
 
+def _check_subtraction(args: tuple[Any, ...]) -> None:
+    bools = [
+        one.dtype is torch.bool if isinstance(one, torch.Tensor) else _is_bool(one)
+        for one in args[:2]
+    ]
+    if any(bools):
+        what = "two bool tensors" if all(bools) else "a bool tensor"
+        raise RuntimeError(f"Subtraction, the `-` operator, with {what} is not supported.")
+
+
+def _is_bool(number: Any) -> bool:
+    return isinstance(number, (bool, torch.SymBool))
+
+
 def check_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise what eager raises for the dtypes of the operands of an op."""
+    if func._opname in _SUBTRACT:
+        _check_subtraction(args)
+        return
     _check_alike(func, args)
     if func._opname not in DTYPES:
         return
