@@ -55,7 +55,7 @@ _ROWWISE = {
     "_log_softmax", "mm", "bmm", "addmm", "permute", "transpose", "t", "unsqueeze", "squeeze",
     "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
     "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat",
-    "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin", "logcumsumexp",
+    "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin",
     "view_as_real", "view_as_complex", "_conj",
 }  # fmt: skip
 
