@@ -51,7 +51,8 @@ def test_jax_alone_runs_the_folder(tmp_path: Path) -> None:
     np.savez(tmp_path / "inputs.npz", x=x.numpy(), ids=ids.numpy())
     env = {"JAX_PLATFORMS": "cpu", "PATH": "", "JAX_ENABLE_X64": "0"}
     subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, env=env, check=True)
-    found = np.load(tmp_path / "outputs.npz")
+    with np.load(tmp_path / "outputs.npz") as file:
+        found = dict(file)
     np.testing.assert_allclose(found["y"], expected["y"][0].detach().numpy(), rtol=2e-5, atol=2e-5)
     assert (found["n"], found["count"]) == (ids.sum(), 1)
     manifest = json.loads((tmp_path / "manifest.json").read_text())

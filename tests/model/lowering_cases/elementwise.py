@@ -154,6 +154,11 @@ DIVISION = [
         call(t(7.5, -7.5, 5.0, 3.0), t(-2.0, 2.0, 0.0, INF)),
         call(f(0), f(1)),
     ),
+    case(
+        aten.gcd.default,
+        call(t(-12, 0, 7, 6), t(18, 5, 0, 4)),
+        call(BYTES, BYTES.flip(0)),
+    ),
     case(aten.remainder.Scalar, call(b(64), 0.3), call(f(2, 3), -0.7), call(BIG, -3), call(BIG, 3)),
     case(
         aten.remainder.Scalar_Tensor, call(5.3, b(64)), call(2, f(2, 3)), call(7, t(-3, 2, 5, -1)),

@@ -30,6 +30,9 @@ def seen_isinstance(value: Any, kinds: Any, /) -> bool:
     """Return whether a value is an instance; of a traced number what eager code sees."""
     if isinstance(value, sym_numbers.SYMBOLIC) and isinstance(value.node, NumberNode):
         return issubclass(_KINDS[type(value)], kinds) or isinstance(value, kinds)
+    found = type(value)
+    if issubclass(found, Sealed):
+        note(found, "isinstance")
     return isinstance(value, kinds)
 
 
