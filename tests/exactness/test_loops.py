@@ -180,3 +180,17 @@ def condition_writes(x: torch.Tensor):
     while grown(b) < 40:
         x = x / 2
     return b, x
+
+
+def changes_a_shape(x: torch.Tensor, y: torch.Tensor):
+    v = x[1:]
+    while x.sum() < 40:
+        x = x * 2
+        v = x[0]
+    return v
+
+
+def test_a_tensor_that_gets_another_shape_is_refused():
+    match = r"TPU104 .* shape \(2, 2\) before the loop and \(2,\) after a round"
+    with pytest.raises(tpuport.PortError, match=match):
+        tpuport.convert(changes_a_shape)(torch.ones(3, 2), torch.ones(1))

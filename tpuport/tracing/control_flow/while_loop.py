@@ -268,6 +268,13 @@ class _Loop:
         changed = leaf.dtype != meta.dtype if all(tensors) else False
         if not any(tensors):
             changed = number_kind(type(leaf)) is not number_kind(meta)
+        if value.shape != before.shape:
+            raise port_error(
+                "a while loop on a traced value carries a tensor of shape"
+                f" {before.shape} before the loop and {value.shape} after a round",
+                code="TPU104",
+                remedy="write what it holds into a tensor that has one shape in all rounds",
+            )
         if changed or _breadth(value) > _breadth(before):
             raise port_error(
                 f"a while loop on a traced value carries a value that is {before.dtype} before the"
