@@ -204,13 +204,31 @@ def test_what_the_code_does_not_read_is_no_reason_for_another_program():
     ported(X)
     plain = tpuport.convert(lambda x: x * OPTIONS.own)
     plain(X)
+    # The key of a dict has the name of a global.
+    keyed = tpuport.convert(lambda batch: batch["UNREAD"] * 3)
+    keyed({"UNREAD": X})
     UNREAD, OPTIONS.unread = 1, 1
     os.environ["TPUPORT_TEST_OTHER"] = "1"
     assert torch.equal(ported(X).torch(), X * 2)
     assert torch.equal(plain(X).torch(), X)
+    assert torch.equal(keyed({"UNREAD": X}).torch(), X * 3)
     del os.environ["TPUPORT_TEST_OTHER"]
     assert not ported.report.retraces
     assert not plain.report.retraces
+    assert not keyed.report.retraces
+
+
+def by_string(x: torch.Tensor) -> torch.Tensor:
+    return x * globals()["NUMBER"]
+
+
+def test_a_global_that_is_read_by_its_name_is_seen():
+    global NUMBER
+    ported = tpuport.convert(by_string)
+    for value in (1.0, 2.0):
+        NUMBER = value
+        assert torch.equal(ported(X).torch(), X * value)
+    NUMBER = 1.0
 
 
 def test_a_new_program_is_compared_with_eager_as_the_first_one():

@@ -30,6 +30,8 @@ _ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "_
 # Code that uses these may call any method.
 _COMPUTED = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__"})
 _TYPES = frozenset({"type", "isinstance"})
+# Code that uses these may read a global by a string.
+_BY_STRING = _ANY | set("hasattr globals locals f_globals __globals__ eval exec".split())
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 _MOST_FUNCTIONS = 5000
@@ -141,9 +143,14 @@ class CodeReads:
         if function.__code__ in self._codes:
             return
         names: set[str] = set()
+        strings: set[str] = set()
         for code in _nested(function.__code__):
             self._codes.add(code)
-            names |= {*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+            names.update(code.co_names)
+            strings.update(c for c in code.co_consts if isinstance(c, str))
+        # A key of a dict, as in `batch["image"]`, reads no global of that name.
+        of_globals = names | strings if names & _BY_STRING else set(names)
+        names |= strings
         self._note_methods(names - self._names)
         self._names |= names
         if _top(function.__module__ or "") in _FOLLOWED_NOT:
@@ -153,7 +160,7 @@ class CodeReads:
         self._reads_any = self._reads_any or bool(names & _ANY)
         if names & _ENVIRONMENT:
             self._note_variables({name for name in names if _VARIABLE.fullmatch(name)})
-        self._note_names(function.__globals__, names)
+        self._note_names(function.__globals__, of_globals)
         library = _is_library(function.__globals__)
         if not library:
             self.functions.append(function)
