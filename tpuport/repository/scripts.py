@@ -90,7 +90,7 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         found.append(
             StartScript(name, one.trains, reasons, tuple(one.required), started[:5], missing, score)
         )
-    return sorted(found, key=lambda one: (-one.score, one.path))
+    return sorted(found, key=lambda one: (-one.score, one.path.count("/"), one.path))
 
 
 def shown_launches(entry: StartScript) -> list[str]:
