@@ -54,6 +54,23 @@ def check_record(
         )
 
 
+def check_run(record: Path, values: Mapping[str, Any], what_to_do: str) -> None:
+    """Compare the record of a training run, which has its states beside it, as `check_record` does.
+
+    Args:
+        record: The record, a JSON file in the folder of the run.
+        values: What a resumed run must have been begun with.
+        what_to_do: Advice in the error.
+
+    Raises:
+        UsageError: The run was begun otherwise.
+        CheckpointError: The record cannot be written.
+    """
+    states = record.parent / "states"
+    begun = states.is_dir() and any(states.iterdir())
+    check_record(record, values, begun=begun, what_to_do=what_to_do, replace_unused=True)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ import tpuport
 from recipes.mae_dit.config import Config
 from recipes.mae_dit.losses import Active, Stage1, active_in, gan_of
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
-from recipes.records import check_record
+from recipes.records import check_run
 from tpuport.model.ported_model import PortedModel
 from tpuport.training import (
     Alternating,
@@ -179,12 +179,10 @@ def train(
     Raises:
         UsageError: The run was begun otherwise.
     """
-    check_record(
+    check_run(
         out / "run.json",
         identity,
-        begun=(out / "states").is_dir() and any((out / "states").iterdir()),
-        what_to_do="give what the run was begun with, or another --out",
-        replace_unused=True,
+        "give what the run was begun with, or another --out",
     )
     per_epoch, sink = len(batches), JsonLines(out / "log.jsonl")
     every = per_epoch * config.experiment.save_ckpt_freq

@@ -17,7 +17,7 @@ from recipes.openpi.robots import Robot, robot_of
 from recipes.openpi.statistics import Stats, read_stats, write_stats
 from recipes.openpi.tokens import NAME, read_prompts
 from recipes.openpi.weights import WEIGHTS, read_weights, write_weights
-from recipes.records import check_record, digest_of
+from recipes.records import check_run, digest_of
 from tpuport.model.ported_model import PortedModel
 from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
 
@@ -155,16 +155,14 @@ def export(policy: Pi0, robot: Robot, stats: Stats, tokenizer: Path, folder: Pat
 
 def _check_begun(data: Path, policy: Path, out: Path, options: FinetuneOptions) -> None:
     shown = {name: value for name, value in asdict(options).items() if name not in _FREE}
-    check_record(
+    check_run(
         out / "run.json",
         {
             **shown,
             "data": digest_of([data / "meta" / "info.json", data / "meta" / "episodes.jsonl"]),
             "policy": digest_of([policy / WEIGHTS, policy / NAME]),
         },
-        begun=(out / "states").is_dir() and any((out / "states").iterdir()),
-        what_to_do="give the data and options that the run was begun with, or another --out",
-        replace_unused=True,
+        "give the data and options that the run was begun with, or another --out",
     )
 
 

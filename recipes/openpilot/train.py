@@ -23,7 +23,7 @@ from recipes.openpilot.losses import (
 from recipes.openpilot.outputs import predictions
 from recipes.openpilot.student import DoraOptions, add_dora, choose_layers, merge
 from recipes.openpilot.windows import LABELS, SEEN, TEACHER, Windows, teacher_slices, write_seen
-from recipes.records import check_record, digest_of
+from recipes.records import check_run, digest_of
 from tpuport.foundation.errors import UsageError
 from tpuport.sharding import ShardingRules, SpecRule, make_mesh
 from tpuport.training import Batches, Checkpoints, JsonLines, TrainStep, fit, make_train_step
@@ -301,12 +301,10 @@ def _check_run(
     out: Path, paths: Sequence[Path], shards: Sequence[Path], options: TrainOptions
 ) -> None:
     """Raise an error if the run was begun with other arguments."""
-    check_record(
+    check_run(
         out / RECORD,
         {"model": digest_of([*paths]), "shards": digest_of(list(shards)), **_told(options)},
-        begun=(out / "states").is_dir() and any((out / "states").iterdir()),
-        what_to_do="give what the run was begun with, or another folder",
-        replace_unused=True,
+        "give what the run was begun with, or another folder",
     )
 
 

@@ -21,7 +21,7 @@ from recipes.recogdrive.upstream_vlm import (
     upstream_chat_model,
 )
 from recipes.recogdrive.vlm import ChatModel, freeze
-from recipes.records import check_record
+from recipes.records import check_run
 from tpuport.model.ported_model import PortedModel
 from tpuport.sharding import fsdp, make_mesh
 from tpuport.training import (
@@ -227,12 +227,10 @@ def train(
     """
     folder = Path(options.output_dir)
     check_same({"flags": options, **planned.identity()})
-    check_record(
+    check_run(
         folder / RECORD,
         planned.identity(),
-        begun=(folder / "states").is_dir() and any((folder / "states").iterdir()),
-        what_to_do="give the data and flags that the run was begun with, or another --output_dir",
-        replace_unused=True,
+        "give the data and flags that the run was begun with, or another --output_dir",
     )
     step = make_step(model, options, steps)
     workers = options.dataloader_num_workers

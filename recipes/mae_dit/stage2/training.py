@@ -13,7 +13,7 @@ from recipes.mae_dit.config import Config
 from recipes.mae_dit.models import Autoencoder, Encodings, Images
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.mae_dit.statistics import LatentStatistics
-from recipes.records import check_record
+from recipes.records import check_run
 from tpuport.model.ported_model import PortedModel
 from tpuport.training import JsonLines, TrainStep, fit, from_torch, make_train_step
 
@@ -156,12 +156,10 @@ def train(
     Raises:
         UsageError: The run was begun otherwise.
     """
-    check_record(
+    check_run(
         out / "run.json",
         identity,
-        begun=(out / "states").is_dir() and any((out / "states").iterdir()),
-        what_to_do="give what the run was begun with, or another --out",
-        replace_unused=True,
+        "give what the run was begun with, or another --out",
     )
     per_epoch = len(batches)
     steps = per_epoch * config.experiment.epochs
