@@ -1,4 +1,4 @@
-"""The options that `lint` and `rewrite` share."""
+"""The options that several commands share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,23 @@ Jobs = Annotated[
         help="Number of parallel processes; the number of processors if left out.",
     ),
 ]
+
+
+RunOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--run-option",
+        metavar="OPTION",
+        rich_help_panel="Runs",
+        help="An option of `tpuport run` for the ported run: --run-option=--eager=CLASS. May be "
+        "repeated.",
+    ),
+]
+ScriptArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- ARGS", show_default=False, help="Arguments of the script."),
+]
+AsJson = Annotated[bool, typer.Option("--json", rich_help_panel="Result", help="Print JSON.")]
 
 
 @dataclass(frozen=True)

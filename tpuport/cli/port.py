@@ -5,16 +5,13 @@ from typing import Annotated
 
 import typer
 
+from tpuport.cli import _options as options
 from tpuport.cli._common import FAILED, errors_as_exit_codes, say
 
-_RUNS, _SLICE, _RESULT = "What may run", "The slice", "Result"
+_RUNS, _SLICE, _RESULT = "Runs", "The slice", "Result"
 
 Folder = Annotated[
     Path, typer.Argument(metavar="REPO", show_default=False, help="A folder, or a script in it.")
-]
-Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="-- ARGS", show_default=False, help="Arguments of the script."),
 ]
 Entry = Annotated[
     str | None,
@@ -45,15 +42,6 @@ Minutes = Annotated[
         help="Stop running after this time, and compiling as well.",
     ),
 ]
-Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--run-option",
-        metavar="OPTION",
-        rich_help_panel=_RUNS,
-        help="An option of `tpuport run`: --run-option=--eager=CLASS. May be repeated.",
-    ),
-]
 Slice = Annotated[
     str,
     typer.Option("--for", metavar="SLICE", rich_help_panel=_SLICE, help="Such as v6e-8, v5p-16."),
@@ -77,21 +65,20 @@ Out = Annotated[
         help="Folder for the results; port-REPO if left out.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=_RESULT, help="Print JSON.")]
 
 
 def port(
     repo: Folder,
-    args: Arguments = None,
+    args: options.ScriptArguments = None,
     entry: Entry = None,
     run: Run = False,
     steps: Steps = 5,
     minutes: Minutes = 15.0,
-    run_option: Option = None,
+    run_option: options.RunOptions = None,
     slice_name: Slice = "v6e-8",
     model: Model = None,
     out: Out = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Read a repository, compare its training with eager PyTorch, and write what is left to do.
 

@@ -5,16 +5,13 @@ from typing import Annotated
 
 import typer
 
+from tpuport.cli import _options as options
 from tpuport.cli._common import FAILED, errors_as_exit_codes, has_color, say
 
 _RUNS, _RESULT = "Runs", "Result"
 
 Script = Annotated[
     Path, typer.Argument(metavar="SCRIPT", show_default=False, help="A Python file that trains.")
-]
-Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="-- ARGS", show_default=False, help="Arguments of the script."),
 ]
 Steps = Annotated[
     int, typer.Option(min=1, metavar="N", help="Stop after this many steps of an optimizer.")
@@ -39,16 +36,6 @@ Plain = Annotated[
         "eager PyTorch.",
     ),
 ]
-Option = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--run-option",
-        metavar="OPTION",
-        rich_help_panel=_RUNS,
-        help="An option of `tpuport run` for the ported run: --run-option=--eager=CLASS. May be "
-        "repeated.",
-    ),
-]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -69,21 +56,20 @@ Report = Annotated[
         help="Write the report there: .html, .json, .txt.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", rich_help_panel=_RESULT, help="Print JSON.")]
 
 
 def verify(
     script: Script,
-    args: Arguments = None,
+    args: options.ScriptArguments = None,
     steps: Steps = 20,
     seed: Seed = 0,
     rtol: Rtol = 1e-4,
     drift: Drift = 1e-3,
     plain: Plain = False,
-    run_option: Option = None,
+    run_option: options.RunOptions = None,
     out: Out = None,
     report: Report = None,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Run a training script in eager PyTorch and ported, and compare what they computed.
 
