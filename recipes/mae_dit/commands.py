@@ -116,7 +116,10 @@ Stats = Annotated[Path | None, typer.Option(help="File of `stats`, if arch.do_no
 
 def cache(
     config: ConfigFile,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder; gone on with if begun.")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", help="Folder for the files; one that was begun is continued."),
+    ],
     stage1: Stage1 = None,
     data: Data = None,
     split: Annotated[str, typer.Option(help="Folder of images below --data.")] = "train",

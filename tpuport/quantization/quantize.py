@@ -94,12 +94,7 @@ def quantize(
     batches: list[Any] = []
     statistics = calibration if isinstance(calibration, Statistics) else None
     if calibration is not None and not isinstance(calibration, Statistics):
-        if isinstance(calibration, torch.Tensor | Mapping):
-            raise UsageError(
-                f"calibration is a list of batches, got one {type(calibration).__name__}; write"
-                " calibration=[batch]"
-            )
-        batches = list(calibration)
+        batches = _batches(calibration)
         if scheme.is_calibrated:
             statistics = calibrate(model, scheme, batches, keep=keep)
     frozen, layers, kept = freeze(module, scheme, statistics, keep)
@@ -121,6 +116,15 @@ def quantize(
     made = QuantizedModel(frozen, options, QuantizationReport(asdict(scheme), reports, kept, found))
     shard_like(made, model)
     return made
+
+
+def _batches(calibration: Iterable[Any]) -> list[Any]:
+    if isinstance(calibration, torch.Tensor | Mapping):
+        raise UsageError(
+            f"calibration is a list of batches, got one {type(calibration).__name__}; write"
+            " calibration=[batch]"
+        )
+    return list(calibration)
 
 
 def _options(

@@ -466,8 +466,8 @@ def _nan_backward(added: bool, saved: Any, grad: Any) -> Any:
     every = seen.all(2, keepdims=True)
     wanted = (seen, every) if added else (True, True)
     d_q, d_k, d_v = (
-        jnp.where(good, jnp.zeros_like(x), jnp.nan)
-        for good, x in zip((*wanted, every), (q, k, v), strict=True)
+        jnp.where(defined, jnp.zeros_like(x), jnp.nan)
+        for defined, x in zip((*wanted, every), (q, k, v), strict=True)
     )
     return jnp.where(seen, grad, 0), d_q, d_k, d_v, None
 
