@@ -5,6 +5,7 @@ is 0, and uses it on some sides only. Eager PyTorch judges the gradients of each
 included.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -180,3 +181,39 @@ def test_gradients_of_each_path(name: str):
         assert {n: bool(has_gradient[n]) for n in want} == {
             n: g is not None for n, g in want.items()
         }
+
+
+class Initialised(nn.Module):
+    """A module that takes a buffer from its first batch, and notes so in another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("started", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.line(x)
+        if not self.started:
+            self.scale.copy_(x.detach().std(0))
+            self.started.fill_(True)
+        return x / self.scale
+
+
+def test_a_branch_sets_a_buffer_to_a_constant():
+    eager = Initialised()
+    ported = tpuport.convert(copy.deepcopy(eager))
+    buffers = ported.buffers
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        eager.zero_grad()
+        eager(x).square().sum().backward()
+
+        def loss(params: Any, buffers: Any, x: Any) -> Any:
+            out, after = ported.apply(params, buffers, None, x)
+            return jnp.sum(out**2), after
+
+        step = jax.grad(loss, has_aux=True)
+        grads, buffers = step(ported.params, buffers, jnp.asarray(x.numpy()))
+        check({n: p.grad.numpy() for n, p in eager.named_parameters()}, grads, "this call")
+        assert bool(buffers["started"])

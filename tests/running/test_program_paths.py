@@ -218,3 +218,46 @@ def test_every_call_of_a_program_is_compared_if_asked_for():
         net(rows() * 2)
         assert model.report.timing.observe > before
         assert model.report.verified
+
+
+class Line(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line, self.drop = nn.Linear(4, 4), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.line(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_script_checkpoints_calls_of_a_program(reentrant):
+    """Each call again, with the numbers that it drew: they decide what the square passes back."""
+    with tpuport.porting():
+        net = built(Line)
+        for _ in range(3):
+            x = rows().requires_grad_()
+            made = []
+
+            def block(x, made=made):
+                made.append(net(x))
+                return made[-1].square().sum()
+
+            checkpoint(block, x, use_reentrant=reentrant).backward()
+            assert len(made) == 2
+            want = 2 * made[0] * (made[0] != 0) * 2 @ net.line.weight
+            torch.testing.assert_close(x.grad, want.detach())
+
+
+def test_hooks_on_saved_tensors_see_none_of_a_program():
+    seen = []
+    with tpuport.porting():
+        net, x = built(Loss), rows()
+        net(x).backward()
+        want = net.line.weight.grad.clone()
+        for made in (net, built(Loss)):  # one that has its program, one that is traced here
+            net.zero_grad()
+            with torch.autograd.graph.saved_tensors_hooks(seen.append, lambda tensor: tensor):
+                loss = made(x)
+            loss.backward()
+            torch.testing.assert_close(made.line.weight.grad, want)
+    assert not seen

@@ -15,6 +15,7 @@ from jax.interpreters import ad
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
+from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
 from tpuport.model.program_cache import BoundCall, CachedProgram
 from tpuport.tracing.core.gradient_paths import evaluated
 from tpuport.tracing.core.paths import Path, Paths
@@ -296,7 +297,8 @@ class Through(torch.autograd.Function):
             reached[len(call.wanted[0]) :] = [False] * len(call.wanted[1])
         needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
-            return (None, *_Back.apply(call, needed, *tensors, *gradients))
+            with without_saved_tensors_hooks():
+                return (None, *_Back.apply(call, needed, *tensors, *gradients))
         return (None, *_back(call, gradients, ctx.like, needed))
 
 

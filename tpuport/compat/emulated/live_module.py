@@ -12,6 +12,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
+from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
 from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.generation import generate
 from tpuport.model.convert import check_signature
@@ -105,7 +106,8 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
-        out = self._call(method, args, kwargs)
+        with without_saved_tensors_hooks():
+            out = self._call(method, args, kwargs)
         if self._outside_values.changed():
             # Values that the call set at its first use.
             self._outside_values = self._outside.snapshot()

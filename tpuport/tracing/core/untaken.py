@@ -233,6 +233,11 @@ def _rebound(paths: Paths, eqn: Any, operands: list[Any], live: list[bool]) -> l
 
 def _stopped(run: _Body, live: list[bool], *operands: Any) -> list[Any]:
     return [
-        out if one or not jnp.issubdtype(out.dtype, jnp.inexact) else jax.lax.stop_gradient(out)
+        out if one or not _is_inexact(out) else jax.lax.stop_gradient(out)
         for out, one in zip(run(*operands), live, strict=True)
     ]
+
+
+def _is_inexact(out: Any) -> bool:
+    # A literal result is a Python or numpy number.
+    return jnp.issubdtype(jnp.result_type(out), jnp.inexact)
