@@ -261,3 +261,32 @@ def test_hooks_on_saved_tensors_see_none_of_a_program():
             loss.backward()
             torch.testing.assert_close(made.line.weight.grad, want)
     assert not seen
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        temperature = max(0.5, 1 - 0.2 * self.steps.item())
+        return self.line(x) / temperature, temperature
+
+
+def test_a_call_returns_a_number_beside_what_is_differentiated():
+    torch.manual_seed(0)
+    eager = Tempered()
+    with tpuport.porting():
+        net = built(Tempered)
+        for _ in range(4):
+            out, temperature = net(rows())
+            want, number = eager(rows().cpu())
+            assert temperature == number
+            assert type(temperature) is float
+            net.zero_grad()
+            eager.zero_grad()
+            out.square().sum().backward()
+            want.square().sum().backward()
+            torch.testing.assert_close(net.line.weight.grad.cpu(), eager.line.weight.grad)

@@ -549,7 +549,8 @@ class PortedModel(PortedState):
             return outcome.out_leaves, outcome.state, outcome.mutated, put, outcome.error_code
 
         with self._precision_scope():
-            program = self._transformed(call, [path for path, _ in signature.parts])
+            paths = [path for path, _ in signature.parts]
+            program = self._transformed(call, paths, lambda: held["outcome"].out_metas)
             closed, shape = jax.make_jaxpr(program, return_shape=True)(
                 state, unused_key(), given.values
             )
@@ -567,9 +568,14 @@ class PortedModel(PortedState):
         """Return a key that tells apart the functions compiled for equal arguments."""
         return None
 
-    def _transformed(self, pure: Callable[..., Any], paths: list[str]) -> Callable[..., Any]:
-        """Return the function to compile for a call whose arguments have these paths."""
-        del paths
+    def _transformed(
+        self, pure: Callable[..., Any], paths: list[str], metas: Callable[[], list[Any]]
+    ) -> Callable[..., Any]:
+        """Return the function to compile for a call whose arguments have these paths.
+
+        `metas` describes its results, once it is traced.
+        """
+        del paths, metas
         return pure
 
     def _precision_scope(self) -> Any:

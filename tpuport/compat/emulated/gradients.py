@@ -30,7 +30,10 @@ def host_tensor(value: jax.Array, dtype: torch.dtype) -> torch.Tensor:
 
 
 def differentiable(
-    pure: Callable[..., Any], wanted: Wanted, labels: Callable[..., dict[str, Any]]
+    pure: Callable[..., Any],
+    wanted: Wanted,
+    labels: Callable[..., dict[str, Any]],
+    metas: Callable[[], list[Any]],
 ) -> Callable[..., Any]:
     """Return a program that runs forward and keeps what its backward pass needs.
 
@@ -38,6 +41,7 @@ def differentiable(
         pure: (state, key, values) to (outputs, *rest).
         wanted: the state and the arguments to differentiate with respect to.
         labels: gives the parts of `rest` that torch's graph misses, by a name for messages.
+        metas: gives descriptions of the outputs, once `pure` is traced: of numbers, their classes.
 
     Returns:
         A function of the same arguments to (floating outputs, the function that pulls their
@@ -55,8 +59,14 @@ def differentiable(
             for index, leaf in zip(indices, leaves, strict=True):
                 merged[index] = leaf
             outs, *rest = pure({**state, **part}, key, merged)
-            flows = [out for out in outs if _is_float(out)]
-            return flows, ([None if _is_float(out) else out for out in outs], rest)
+            # Python numbers among the outputs have no gradient.
+            floats = [
+                _is_float(out) and not isinstance(meta, type)
+                for out, meta in zip(outs, metas(), strict=True)
+            ]
+            flows = [out for out, one in zip(outs, floats, strict=True) if one]
+            stays = [None if one else out for out, one in zip(outs, floats, strict=True)]
+            return flows, (stays, rest)
 
         given = [state[name] for name in names] + [values[i] for i in indices]
         closed, shape = jax.make_jaxpr(

@@ -359,7 +359,7 @@ class LiveModel(PortedModel):
     def _variant(self) -> Any:
         return self._wanted, self._number
 
-    def _transformed(self, pure: Any, paths: list[str]) -> Any:
+    def _transformed(self, pure: Any, paths: list[str], metas: Any) -> Any:
         settings = active()
         if settings is not None:
             settings.calls.traces += 1
@@ -376,7 +376,7 @@ class LiveModel(PortedModel):
             }
             return found | {f"an object among the arguments ({i})": v for i, v in enumerate(put)}
 
-        return gradients.differentiable(pure, self._wanted, labels)
+        return gradients.differentiable(pure, self._wanted, labels, metas)
 
     def _differentiated(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
