@@ -33,7 +33,7 @@ def test_wrong_call_converting():
         tpuport.convert(linear, methods=(lambda model, x: model(x),))
     with pytest.raises(UsageError, match="has the function 'square', and there is no module"):
         tpuport.convert(torch.sin, methods=(square,))
-    with pytest.raises(UsageError, match="too many positional arguments; its signature is square"):
+    with pytest.raises(TypeError, match="too many positional arguments; its signature is square"):
         tpuport.convert(linear, methods=(square,), args=(X, X))
     with pytest.raises(UsageError, match=r"write args=\(x,\)"):
         tpuport.convert(linear, args=X)

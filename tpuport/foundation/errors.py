@@ -73,6 +73,10 @@ class UsageError(TpuportError, ValueError):
     """A wrong call: an argument that is missing, of the wrong kind, or cannot be honoured."""
 
 
+class SignatureError(UsageError, TypeError):
+    """A call with a missing, unknown or repeated argument, for which Python raises `TypeError`."""
+
+
 class CheckpointError(TpuportError, ValueError):
     """A file of weights that cannot be read or written; no partly written file is left behind."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.foundation.errors import UsageError
+from tpuport.foundation.errors import SignatureError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
@@ -213,7 +213,7 @@ def check_signature(
     """Refuse a call that Python would refuse, before anything is traced.
 
     Raises:
-        UsageError: a missing, unknown or repeated argument.
+        SignatureError: a missing, unknown or repeated argument.
     """
     function = getattr(target, method) if isinstance(target, torch.nn.Module) else target
     try:
@@ -230,4 +230,4 @@ def check_signature(
         )
         shown = f"{name}.{method}" if isinstance(target, torch.nn.Module) else name
         msg = f"{shown}: {error}; its signature is {shown}{signature}"
-        raise UsageError(msg) from error
+        raise SignatureError(msg) from error
