@@ -157,3 +157,21 @@ def test_a_reshape_that_eager_makes_a_view_is_written_through():
     ported, eager = tpuport.convert(with_rows(write)), with_rows(write)
     for x in batches():
         torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))
+
+
+def test_a_shape_that_data_decides_is_returned():
+    def shapes(x: torch.Tensor) -> Any:
+        rows = x[x[:, 0] > -0.5]
+        return rows.shape, {"all": rows.nonzero().size(), "of x": x.shape}, rows.sum()
+
+    ported = tpuport.convert(shapes)
+    for x in batches():
+        size, others, total = ported(x)
+        expected = shapes(x)
+        assert (size, others) == expected[:2]
+        assert type(size) is type(others["all"]) is torch.Size
+        torch.testing.assert_close(tpuport.to_torch(total), expected[2])
+    assert ported.report.retraces == []
+    # Sizes of traced arguments of a user's own program are arrays.
+    (size, *_), _ = ported.apply({}, {}, None, jax.numpy.asarray(batches()[0].numpy()))
+    assert list(map(int, size)) == list(shapes(batches()[0])[0])

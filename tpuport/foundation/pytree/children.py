@@ -167,7 +167,9 @@ def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any]
     blank = blank_of(content.kind)
     if issubclass(content.kind, (tuple, frozenset)):
         content = content.map(build)
-        made = blank(content.kind, content.parts)
+        # Sizes may be arrays, which torch.Size takes none of.
+        is_open = content.kind is torch.Size and not all(isinstance(p, int) for p in content.parts)
+        made = tuple(content.parts) if is_open else blank(content.kind, content.parts)
         note(made)
     else:
         made = blank(content.kind)

@@ -84,7 +84,9 @@ class Flattener:
                 self.keep.append(value)
             return known, known
         kind = type(value)
-        if isinstance(value, ATOMS):
+        # A shape that data decides is a tuple of leaves.
+        is_open = kind is torch.Size and any(map(self.leaf, value))
+        if isinstance(value, ATOMS) and not is_open:
             return ("static", value), (kind, hashable(value, self.keep))
         known = self.seen.get(id(value))
         if known is not None:
