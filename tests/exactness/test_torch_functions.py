@@ -123,3 +123,52 @@ def test_draws_over_numbers_of_64_bits_are_refused():
     port = tpuport.convert(lambda x: x + torch.full((3,), 2**40).random_(0, 10))
     with pytest.raises(PortError, match="does not fit in 32 bits"):
         port(torch.ones(3))
+
+
+# Tensors [] where torch takes a Python number: C++ reads its value, which gets no gradient.
+SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "full": lambda x, n: torch.full((2,), n),
+    "full_like": lambda x, n: torch.full_like(x, n),
+    "new_full": lambda x, n: x.new_full((2,), n),
+    "new_tensor": lambda x, n: x.new_tensor([[n, 1.0], [x[0], x[1]]]),
+    "new_tensor of integers": lambda x, n: x.new_tensor([x.argmax(), 2]),
+    "alpha": lambda x, n: torch.add(x, x, alpha=n),
+    "beta": lambda x, n: torch.addmv(x, torch.outer(x, x), x, beta=n, alpha=x.min()),
+    "value": lambda x, n: torch.addcmul(x, x, x, value=n),
+    "clamp": lambda x, n: x.clamp(-n.item(), n),
+    "leaky_relu": lambda x, n: F.leaky_relu(x - 1, n),
+    "elu": lambda x, n: F.elu(x - 1, n),
+    "threshold": lambda x, n: F.threshold(x, n, n * 2),
+    "softplus": lambda x, n: F.softplus(x, beta=n),
+    "hardtanh": lambda x, n: F.hardtanh(x, -n, n),
+    "softshrink": lambda x, n: F.softshrink(x, n),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")
+def test_a_tensor_where_torch_takes_a_number():
+    x, n = torch.tensor([0.5, -2.0, 3.0], requires_grad=True), torch.tensor(0.75)
+
+    def results(x: Any, n: Any) -> Any:
+        return [run(x, n) for run in SCALARS.values()]
+
+    port = tpuport.convert(results)
+    for scale in (1.0, 2.0):
+        for name, want, have in zip(SCALARS, results(x, n * scale), port(x, n * scale), strict=True):
+            torch.testing.assert_close(tpuport.to_torch(have), want.detach(), msg=name)
+    assert port.report.retraces == []
+
+    def loss(x: Any, n: Any) -> Any:
+        return sum(jnp.sum(out.astype(float) ** 2) for out in port.apply({}, {}, None, x, n)[0])
+
+    n.requires_grad_()
+    sum((out.float() ** 2).sum() for out in results(x, n)).backward()
+    found = jax.grad(loss, (0, 1))(jnp.asarray(x.detach().numpy()), jnp.asarray(0.75))
+    np.testing.assert_allclose(found[0], x.grad, rtol=1e-5)
+    np.testing.assert_allclose(found[1], n.grad, rtol=1e-5)
+
+
+def test_a_tensor_where_the_number_decides_the_program():
+    port = tpuport.convert(lambda x: F.dropout(x, p=x.max()))
+    with pytest.raises(PortError, match="a Python float was made of a value that depends"):
+        port(torch.tensor([0.25, 0.5]))

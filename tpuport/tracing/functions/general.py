@@ -110,6 +110,12 @@ def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return NotImplemented
 
 
+@function(torch.Tensor.new_tensor)
+def _new_tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    like, *rest = args
+    return _tensor(trace, torch.tensor, rest, {"dtype": like.dtype} | kwargs)
+
+
 def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:
     if isinstance(item, torch.Tensor):
         return item.detach().to(rest["dtype"]) if rest.get("dtype") else item.detach()

@@ -15,7 +15,7 @@ from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
+from tpuport.tracing.core.tensor import TracedTensor, item, meta_of, wrap
 from tpuport.tracing.core.values import value_of, wrap_as
 
 aten = torch.ops.aten
@@ -155,15 +155,15 @@ def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
 def scalar_of(x: torch.Tensor) -> Any:
     """Return a Python number that C++ asks for (a Scalar argument given as a tensor, an index).
 
-    A truth value is decided as `if` decides it, because torch's own functions run where no mode
-    sees their conditions.
+    It is a traced number, whose value is asked for where C++ cannot pass one on. A truth value is
+    decided as `if` decides it, because torch's own functions run where no mode sees their
+    conditions.
     """
     if x.dtype is torch.bool:
         return decide(value_of(x).reshape(()))
-    kind = float if x.dtype.is_floating_point else int
     if x.dtype.is_complex:
-        kind = complex
-    return concrete_number(value_of(x).reshape(()), kind)
+        return concrete_number(value_of(x).reshape(()), complex)
+    return item(x) if isinstance(x, TracedTensor) else x.item()
 
 
 @special(aten.equal.default)
