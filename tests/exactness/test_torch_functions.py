@@ -154,7 +154,9 @@ def test_a_tensor_where_torch_takes_a_number():
 
     port = tpuport.convert(results)
     for scale in (1.0, 2.0):
-        for name, want, have in zip(SCALARS, results(x, n * scale), port(x, n * scale), strict=True):
+        for name, want, have in zip(
+            SCALARS, results(x, n * scale), port(x, n * scale), strict=True
+        ):
             torch.testing.assert_close(tpuport.to_torch(have), want.detach(), msg=name)
     assert port.report.retraces == []
 

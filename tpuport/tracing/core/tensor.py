@@ -28,7 +28,7 @@ from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
-from tpuport.tracing.core.view_steps import DETACH, ViewStep, apart, replace_value
+from tpuport.tracing.core.view_steps import DETACH, Detach, ViewStep, apart, replace_value
 
 SERIALS = itertools.count()
 # How the text of a traced tensor begins.
@@ -182,7 +182,13 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def _flow(self) -> Flow:
         """Return how derivatives pass through this tensor."""
-        return self._own_flow if self._detached else max(self._own_flow, self._storage.flow)
+        graph = self._graph if self._detached else self._storage
+        return self._own_flow if graph is None else max(self._own_flow, graph.flow)
+
+    @property
+    def _graph(self) -> Storage | None:
+        """Return what holds the gradient of the detached tensor that this is a view of."""
+        return next((s.graph for s in reversed(self._chain) if isinstance(s, Detach)), None)
 
     @property
     def _frozen(self) -> bool:
@@ -190,13 +196,22 @@ class TracedTensor(backend.TorchaxTensor):
         return self._flow is Flow.STOPPED
 
     def _carry(self, flow: Flow) -> None:
-        """Note that a value with such a flow is written to this tensor."""
+        """Note that a value with such a flow is written to this tensor.
+
+        Raises:
+            PortError: it would carry a gradient of which the tensor that it is a view of knows not.
+        """
         if not differentiable(self.dtype):
             return
-        if self._detached:
-            self._own_flow = max(self._own_flow, flow)
-        else:
-            self._storage.flow = max(self._storage.flow, flow)
+        graph = self._graph if self._detached else self._storage
+        if graph is not None:
+            graph.flow = max(graph.flow, flow)
+        elif flow is not Flow.STOPPED:
+            raise port_error(
+                "a value with a gradient is written through as_strided of a detached tensor",
+                code="TPU203",
+                remedy="write to the tensor itself, by an index or a slice",
+            )
 
     # -- value -------------------------------------------------------------------------------------
 
@@ -255,10 +270,14 @@ class TracedTensor(backend.TorchaxTensor):
         bases = [base]
         for step in self._chain[:-1]:
             bases.append(step.forward(bases[-1]))
-        written = value
+        written, graph = value, self._graph if self._detached else None
         for base, step in zip(reversed(bases), reversed(self._chain), strict=False):
             if written.size != value.size:
                 written = apart(written)
+            if graph is not None and isinstance(step, Detach) and step.graph is graph:
+                if graph.version or not self._frozen:
+                    graph.set(written)
+                graph = None
             written = step.inverse(base, written)
         return written
 
@@ -583,6 +602,21 @@ class TracedTensor(backend.TorchaxTensor):
         return to_cpu(self)
 
 
+def _detaching(held: jax.Array, trace: ActiveTrace | None) -> Detach:
+    """Return the step to a detached tensor, whose value so far is `held`.
+
+    Eager gives it a graph of its own when a value with a gradient is written to it: it goes on to
+    share memory with the tensor that it was detached from, but no gradient.
+    """
+    graph = Storage(held, trace)
+
+    def forward(base: jax.Array) -> jax.Array:
+        value = jax.lax.stop_gradient(base)
+        return replace_value(graph.held, value) if graph.version else value
+
+    return Detach(forward, replace_value, graph)
+
+
 def flow_seen(requires_grad: bool) -> Flow:
     """Return the flow of a tensor that requires grad or does not."""
     return Flow.SEEN if requires_grad else Flow.STOPPED
@@ -655,7 +689,10 @@ def view_of(
     offset = start * base.itemsize // meta.itemsize + meta.storage_offset()
     if offset:
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
-    chain, value = (*base._chain, step), step.read(base._held)
+    value = step.read(base._held)
+    if detach and differentiable(base.dtype):
+        step = _detaching(value, base._storage.trace)
+    chain = (*base._chain, step)
     # Eager's views made under no_grad pass no gradient on, wherever they are used, although they
     # say that they require one.
     cut = not (detach or torch.is_grad_enabled() or base._frozen)

@@ -40,6 +40,17 @@ class ViewStep:
             return self.forward(base)
 
 
+@dataclass(frozen=True, slots=True)
+class Detach(ViewStep):
+    """The step to a tensor without the gradient of its base.
+
+    Attributes:
+        graph: The `Storage` with the gradient that it gets by writes; None if it can get none.
+    """
+
+    graph: Any = None
+
+
 aten = torch.ops.aten
 ViewBuilder = Callable[..., ViewStep | list[ViewStep]]
 VIEWS: dict[Any, ViewBuilder] = {}
@@ -150,7 +161,7 @@ def apart(value: jax.Array) -> jax.Array:
 
 
 # A write through a detached alias changes the value of its base but no gradient.
-DETACH = ViewStep(lax.stop_gradient, replace_value)
+DETACH = Detach(lax.stop_gradient, replace_value)
 
 
 @view(aten.detach.default)

@@ -65,6 +65,12 @@ def as_strided(
         )
     step = strided_step(root.value.size, size, stride, offset)
     detached = base._detached and differentiable(base.dtype)
+    if detached and not base._frozen:
+        raise port_error(
+            "as_strided of a detached tensor to which a value with a gradient was written",
+            code="TPU203",
+            remedy="index with ordinary slices",
+        )
     window = ViewStep(
         lambda v: step.forward(v.reshape(-1)),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),

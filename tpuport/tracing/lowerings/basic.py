@@ -161,9 +161,11 @@ def scalar_of(x: torch.Tensor) -> Any:
     """
     if x.dtype is torch.bool:
         return decide(value_of(x).reshape(()))
-    if x.dtype.is_complex:
-        return concrete_number(value_of(x).reshape(()), complex)
-    return item(x) if isinstance(x, TracedTensor) else x.item()
+    is_outside = not isinstance(x, TracedTensor) or x._storage.trace is None
+    if x.dtype.is_complex or is_outside:
+        kind = complex if x.dtype.is_complex else float if x.dtype.is_floating_point else int
+        return concrete_number(value_of(x).reshape(()), kind)
+    return item(x)
 
 
 @special(aten.equal.default)

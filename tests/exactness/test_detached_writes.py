@@ -1,0 +1,242 @@
+"""Writes with a gradient to detached tensors: they share memory with others, and no gradient."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.foundation.errors import PortError
+
+# a [3, 4] computed from the weight, w [4, 4] the weight, x [3, 4] the input.
+Program = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Any]
+ROWS = torch.tensor([True, False, True])
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(function: Program) -> Program:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+@program
+def whole(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b.mul_(w[:3])
+    c = a * b
+    return a, b, c
+
+
+@program
+def row(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b[0] *= w[0]
+    return a, b
+
+
+@program
+def rows_of_a_mask(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b[ROWS] *= w[:2]
+    b[~ROWS] += x[:1]
+    return a, b
+
+
+@program
+def elements_of_a_mask(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b[x > 0] = w.sum()
+    return a, b, b[x > 0].sum() * w[0]
+
+
+@program
+def copied(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b.copy_(w[:3])
+    return a, b
+
+
+@program
+def scattered(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b.index_add_(0, torch.tensor([0, 2]), w[:2])
+    b.scatter_add_(0, torch.zeros(3, 4, dtype=torch.long), w[:3])
+    b.masked_fill_(ROWS[:, None] & (x > 0), w.sum())
+    return a, b
+
+
+@program
+def through_views(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    c = b[0]
+    c.mul_(w[0])
+    d = a[1].detach()
+    d.mul_(w[1])
+    e = b.view(4, 3).t().detach()
+    e[1:].mul_(w[:2])
+    return a, b, c, d, e
+
+
+@program
+def in_place(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    a = a * 1
+    a.detach_()
+    a[ROWS] *= w[:2]
+    return a
+
+
+@program
+def again(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b += w[0]
+    c = b.detach()
+    c *= w[1]
+    return a, b, c
+
+
+@program
+def two_of_one(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b, c = a.detach(), a.detach()
+    b[0] = w[0]
+    c[1] = w[1]
+    return a, b, c
+
+
+@program
+def the_other_later(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    a = a * 1
+    b = a.detach()
+    b[0] = w[0]
+    a.mul_(2)
+    return a, b
+
+
+@program
+def without_grad(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    b[0] = w[0]
+    with torch.no_grad():
+        b[1] = w[1]
+        b.mul_(2)
+    return a, b
+
+
+@program
+def in_a_branch(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    c = b[0]
+    if x[0, 0] > 0:
+        c *= w[0]
+    else:
+        b *= 2
+    if x[0, 1] > 0:
+        b[1] += w[2]
+    return a, b * 1, c
+
+
+@program
+def detached_in_a_branch(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = a.detach()
+    if x[0, 0] > 0:
+        b = a.detach()
+        b *= w[:3]
+    return a, b
+
+
+@program
+def kept_state(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    h, outs = torch.zeros(3, 4), []
+    for t in range(4):
+        h[t % 3] = torch.tanh(x[t % 3] @ w + h[t % 3])
+        outs.append(h.sum())
+        if t % 2:
+            h = h.detach()
+    return torch.stack(outs), h
+
+
+@program
+def kept_rows(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    h = a.detach()
+    for _ in range(2):
+        moved = h.sum(1) > 0
+        h[moved] = h[moved] @ w
+        h = h.detach()
+        h[~moved] += w.sum(0)
+    return a, h
+
+
+@program
+def complex_numbers(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    b = torch.complex(a, a).detach()
+    b[0] = torch.complex(w[0], w[1])
+    return torch.view_as_real(b)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor(np.arange(16) % 5 - 1.75).float().view(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss [programs] of each program."""
+        return torch.stack([loss(run(x @ self.w, self.w, x)) for run in PROGRAMS.values()])
+
+
+def loss(out: Any) -> torch.Tensor:
+    outs = out if isinstance(out, tuple) else (out,)
+    return sum((part.square() * torch.arange(1, 5)[: part.shape[-1]]).sum() for part in outs)
+
+
+def of_eager(x: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+    found = {}
+    for number, name in enumerate(PROGRAMS):
+        model, given = Model(), x.clone().requires_grad_()
+        model(given)[number].backward()
+        found[name] = [model.w.grad, given.grad]
+    return found
+
+
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1)])
+def test_gradients_of_what_is_written(signs: tuple[int, int]):
+    x = torch.tensor(np.arange(12) * 7 % 11 / 8 - 0.6).float().view(3, 4)
+    x[0, :2] = x[0, :2].abs() * torch.tensor(signs)
+    ported = tpuport.convert(Model())
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), Model()(x).detach())
+
+    def losses(params: Any, x: Any) -> Any:
+        return ported.apply(params, {}, None, x)[0]
+
+    of_params, of_x = jax.jacrev(losses, (0, 1))(ported.params, jnp.asarray(x.numpy()))
+    for number, (name, want) in enumerate(of_eager(x).items()):
+        for expected, got in zip(want, (of_params["w"][number], of_x[number]), strict=True):
+            expected = np.zeros_like(got[0]) if expected is None else expected.numpy()
+            np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_whether_a_gradient_is_required():
+    class Asked(Model):
+        def forward(self, x: torch.Tensor) -> Any:
+            a = x @ self.w
+            b = a.detach()
+            c, before = b[0], b.requires_grad
+            c.mul_(self.w[0])
+            return a.requires_grad, before, b.requires_grad, c.requires_grad, b.is_leaf
+
+    x = torch.ones(3, 4)
+    assert tpuport.convert(Asked())(x) == Asked()(x) == (True, False, True, True, False)
+
+
+def test_windows_of_a_detached_tensor_are_refused():
+    class Windows(Model):
+        def forward(self, x: torch.Tensor) -> Any:
+            b = (x @ self.w).detach()
+            b.as_strided((2, 2), (4, 1)).mul_(self.w[:2, :2])
+            return b
+
+    with pytest.raises(PortError, match="through as_strided of a detached tensor"):
+        tpuport.convert(Windows())(torch.ones(3, 4))
