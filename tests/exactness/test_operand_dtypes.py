@@ -24,6 +24,8 @@ REFUSED = {
     "out of mm": lambda x, k: torch.mm(x, x, out=torch.empty(3, 3, dtype=torch.float64)),
     "index_put_": lambda x, k: k.index_put_((k,), x[:, 0]),
     "mask": lambda x, k: k.index_put_((k > 0,), x[1:, 0]),
+    "one value by an index": lambda x, k: x.index_put_((k[:1],), k.sum()),
+    "one value by a mask and an index": lambda x, k: x.index_put_((k > 0, k[1:]), k.sum()),
     "masked_scatter_": lambda x, k: k.masked_scatter_(k > 0, x[:, 0]),
     "lerp": lambda x, k: torch.lerp(x, x.double(), 0.5),
     "cross": lambda x, k: torch.linalg.cross(x, x.double()),
@@ -74,8 +76,14 @@ def test_casts_that_eager_makes_are_made():
         c.mul_(2).bitwise_and_(k > 0)
         h.sub_(x)
         c[k > 1] = 1.75
+        # One value by one mask is `masked_fill`, which casts; by other indices it has to fit.
+        filled = [x.clone() for _ in range(4)]
+        filled[0][x > 1] = k.sum()
+        filled[1][k > 0] = (k > 0).sum(0, keepdim=True)
+        filled[2][1:][:, k > 1] = x.double()[0, 0]
+        filled[3][k > 0, 1] = k.sum().to(x.dtype)
         least = [torch.tensor([torch.iinfo(d).min, 6, 4]).to(d) for d in (torch.int8, torch.int32)]
         gcd = [torch.gcd(k.to(one.dtype) * 2, one) for one in least]
-        return a, b, c, h, gcd, x[:0].unfold(1, 2, 1)
+        return a, b, c, h, gcd, filled, x[:0].unfold(1, 2, 1)
 
     check_calls(Scenario("casts", lambda: casts, ((X, K), (-X, K.flip(0)))), by_tpuport)

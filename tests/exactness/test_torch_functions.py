@@ -133,7 +133,7 @@ SCALARS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "new_tensor": lambda x, n: x.new_tensor([[n, 1.0], [x[0], x[1]]]),
     "new_tensor of integers": lambda x, n: x.new_tensor([x.argmax(), 2]),
     "alpha": lambda x, n: torch.add(x, x, alpha=n),
-    "beta": lambda x, n: torch.addmv(x, torch.outer(x, x), x, beta=n, alpha=x.min()),
+    "beta": lambda x, n: torch.addmm(x, x[:, None], x[None], beta=n, alpha=x.min()),
     "value": lambda x, n: torch.addcmul(x, x, x, value=n),
     "clamp": lambda x, n: x.clamp(-n.item(), n),
     "leaky_relu": lambda x, n: F.leaky_relu(x - 1, n),
