@@ -158,7 +158,12 @@ def scalar_of(x: torch.Tensor) -> Any:
     It is a traced number, whose value is asked for where C++ cannot pass one on. A truth value is
     decided as `if` decides it, because torch's own functions run where no mode sees their
     conditions.
+
+    Raises:
+        TypeError: as in eager, the tensor requires grad, which a number would lose.
     """
+    if isinstance(x, TracedTensor) and x.requires_grad:
+        raise TypeError("argument must be Number, not Tensor that requires grad")
     if x.dtype is torch.bool:
         return decide(value_of(x).reshape(()))
     is_outside = not isinstance(x, TracedTensor) or x._storage.trace is None
