@@ -473,3 +473,27 @@ def test_composite_functions_under_inference_mode() -> None:
     ported = tpuport.convert(_Composite().eval())
     ported(normal(2, 4, 6))
     assert ported.report.verified
+
+
+def own_slope(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Return a product with a gradient that depends on values alone which `apply` knows."""
+    at = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad((at**3).sum(), at, create_graph=True)
+    (at * 2).sum().backward()
+    return slope * w + at.grad
+
+
+def test_inner_gradients_of_known_values_outside_of_jit():
+    x, w = torch.tensor([1.0, -2.0, 3.0]), torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
+    expected = own_slope(x, w)
+    expected.sum().backward()
+    ported, given = tpuport.convert(own_slope), jnp.asarray(x.numpy())
+
+    def apply(weight: Any) -> Any:
+        return ported.apply({}, {}, None, given, weight)[0]
+
+    weight = jnp.asarray(w.detach().numpy())
+    np.testing.assert_allclose(apply(weight), expected.detach(), rtol=1e-6)
+    for transform in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        found = transform(lambda weight: apply(weight).sum())(weight)
+        np.testing.assert_allclose(found, w.grad, rtol=1e-6)

@@ -216,6 +216,8 @@ def _derivatives(
             )
     with torch.enable_grad():
         values, sources = list(map(value_of, ends)), list(map(value_of, starts))
+        if not all(isinstance(value, jax.core.Tracer) for value in values):
+            raise NeedsProgram  # `apply` computes known values at once, and records nothing
         cotangents = [
             _cotangent(weight, end, value)
             for weight, end, value in zip(_given(grad_outputs, ends), ends, values, strict=True)
