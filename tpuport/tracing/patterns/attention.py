@@ -374,11 +374,12 @@ class WrittenOut:
         strict = made(strict=True)
         if not effect.conditions or not np.isfinite(effect.fill):
             return found, None if found.bias is None or strict.bias is not None else strict
+        rest = [_four(node, shape) for node in effect.conditions]
         if effect.bias is not None:
-            raise NotServedError(f"scores with a bias are hidden by {effect.fill:g}, which counts")
+            bias = _four(effect.bias, shape)
+            return Structure(shape, rest=rest, bias=bias, fill=effect.fill), None
         if effect.fill <= NOTHING and found.covers():
             return found, None
-        rest = [_four(node, shape) for node in effect.conditions]
         exact = Structure(shape, rest=rest, fill=effect.fill)
         return exact, strict if effect.fill <= NOTHING else None
 
