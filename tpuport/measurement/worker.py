@@ -1,6 +1,6 @@
 """The process that has the devices: runs jobs and writes a JSON line for all that happens.
 
-A job that hangs can be ended with its process, and jax must not be loaded in the one that watches.
+A job that hangs can be ended with its process. The process that watches must not take the devices.
 """
 
 import argparse
