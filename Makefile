@@ -10,13 +10,17 @@ FROM := pyproject.toml constraints.txt
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format typecheck fuzz bench docs clean
+.PHONY: help demo tpu test test-all lint format typecheck fuzz bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
 
 demo: $(VENV)/.installed-demo ## port two real models and print the report
 	$(BIN)/tpuport demo
+
+tpu: $(VENV)/.installed-demo ## run everything on the TPU or GPU of this machine, write tpuport-measurement/
+	@$(INSTALL) -e ".[tpu]"
+	$(BIN)/tpuport doctor --measure
 
 # More processes than two want more than 16 GiB of memory. A process that is through takes tests from
 # the other one: by whole files, a long one may come last.

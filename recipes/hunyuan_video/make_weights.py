@@ -175,21 +175,27 @@ def _models(vocab_size: int, glyph_width: int) -> dict[str, torch.nn.Module]:
         "text_encoder": Qwen2_5_VLTextModel(text).eval(),
         "text_encoder_2": T5EncoderModel(glyph).eval(),
         "image_encoder": SiglipVisionModel(image).eval(),
-        "transformer": diffusers.HunyuanVideo15Transformer3DModel(
-            in_channels=2 * _LATENT + 1,
-            out_channels=_LATENT,
-            num_attention_heads=_HEADS,
-            attention_head_dim=_HEAD,
-            num_layers=_BLOCKS,
-            text_embed_dim=_TEXT,
-            text_embed_2_dim=glyph_width,
-            image_embed_dim=_IMAGE,
-            rope_axes_dim=_ROPE,
-        ).eval(),
+        "transformer": tiny_transformer(glyph_width),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
             latent_channels=_LATENT, block_out_channels=_LEVELS, layers_per_block=1
         ).eval(),
     }
+
+
+def tiny_transformer(glyph_width: int = _GLYPH) -> torch.nn.Module:
+    """Return the transformer of a tiny model, its weights drawn from torch's generator."""
+    diffusers: Any = importlib.import_module("diffusers")
+    return diffusers.HunyuanVideo15Transformer3DModel(
+        in_channels=2 * _LATENT + 1,
+        out_channels=_LATENT,
+        num_attention_heads=_HEADS,
+        attention_head_dim=_HEAD,
+        num_layers=_BLOCKS,
+        text_embed_dim=_TEXT,
+        text_embed_2_dim=glyph_width,
+        image_embed_dim=_IMAGE,
+        rope_axes_dim=_ROPE,
+    ).eval()
 
 
 def _tokenizer() -> Any:

@@ -105,6 +105,18 @@ FOUND: dict[str, Form] = {
     "padding, added": lambda q, k, v, p: (
         (q @ kt(k) + p.pad[:, None, None] * torch.finfo(q.dtype).min).softmax(-1) @ v
     ),
+    "bias, padding, -1e4": lambda q, k, v, p: (
+        (q @ kt(k) + p.bias).masked_fill(p.pad[:, None, None], -1e4).softmax(-1) @ v
+    ),
+    "bias, causal, -1": lambda q, k, v, p: (
+        torch.where(p.tril.bool(), q @ kt(k) * 0.5 + p.bias, -1.0).softmax(-1) @ v
+    ),
+    "added causal, padding, lowest": lambda q, k, v, p: (
+        (q @ kt(k) + p.causal)
+        .masked_fill(p.pad[:, None, None], torch.finfo(q.dtype).min)
+        .softmax(-1)
+        @ v
+    ),
     "padding and causal": lambda q, k, v, p: (
         ((q @ kt(k)) + p.causal).masked_fill(p.pad[:, None, None], -INF).softmax(-1) @ v
     ),
@@ -124,6 +136,18 @@ FOUND: dict[str, Form] = {
     ),
     "by hand": lambda q, k, v, p: by_hand(q @ kt(k)) @ v,
     "of keys first": lambda q, k, v, p: kt(k @ kt(q)).softmax(-1) @ v,
+    # A product of a batch of one drops its dim.
+    "a batch of one": lambda q, k, v, p: torch.cat(
+        [(q[i : i + 1] @ kt(k[i : i + 1])).softmax(-1) @ v[i : i + 1] for i in range(B)]
+    ),
+    "a batch of one, biased": lambda q, k, v, p: torch.cat(
+        [
+            torch.einsum(
+                "bhqk,bhkd->bhqd", (q[i:][:1] @ kt(k[i:][:1]) + p.bias).softmax(-1), v[i:][:1]
+            )
+            for i in range(B)
+        ]
+    ),
     "values first": lambda q, k, v, p: kt(kt(v) @ kt((q @ kt(k)).softmax(-1))),
 }
 
@@ -184,7 +208,8 @@ def test_forms_are_found():
     ported = compared(model, x, "blockwise")
     left = {(a.line, a.reason) for a in ported.report.attention if a.kernel == "full"}
     assert left == set()
-    assert sum(a.calls for a in ported.report.attention) == len(FOUND)
+    # Two forms are two attentions, one for each example.
+    assert sum(a.calls for a in ported.report.attention) == len(FOUND) + 2
 
 
 NOT_FOUND: dict[str, Form] = {
@@ -216,9 +241,6 @@ NOT_FOUND: dict[str, Form] = {
         (lambda e: e / e.sum(-1)[:, :, None, :])(torch.exp(q @ kt(k))) @ v
     ),
     "softmax twice": lambda q, k, v, p: (q @ kt(k)).softmax(-1).softmax(-1) @ v,
-    "a bias that hides, and a finite fill": lambda q, k, v, p: (
-        (q @ kt(k) + p.bias).masked_fill(p.pad[:, None, None], -1e4).softmax(-1) @ v
-    ),
     "read twice": lambda q, k, v, p: (lambda w: w @ v + (w @ k).square())((q @ kt(k)).softmax(-1)),
     "averaged": lambda q, k, v, p: (lambda w: w @ v + w.mean((1, 3))[:, None, :, None])(
         (q @ kt(k)).softmax(-1)
@@ -246,6 +268,22 @@ HIDDEN_ROWS: dict[str, Form] = {
     "filled": lambda q, k, v, p: (q @ kt(k)).masked_fill(never(p), -INF).softmax(-1) @ v,
     "added": lambda q, k, v, p: (
         (q @ kt(k) + torch.zeros(B, 1, 1, S).masked_fill(never(p), -INF)).softmax(-1) @ v
+    ),
+    "bias, -1e9": lambda q, k, v, p: (
+        (q @ kt(k) + p.bias).masked_fill(never(p), -1e9).softmax(-1) @ v
+    ),
+    # Only the last query of the second example sees nothing at all: others see what is filled.
+    "added, and a finite fill": lambda q, k, v, p: (
+        (q @ kt(k) + torch.zeros(B, 1, 1, S).masked_fill(never(p), -INF))
+        .masked_fill(p.tril == 0, -1e4)
+        .softmax(-1)
+        @ v
+    ),
+    "plus infinity, and a finite fill": lambda q, k, v, p: (
+        (q @ kt(k) + torch.zeros(B, 1, 1, S).masked_fill(never(p), INF))
+        .masked_fill(p.tril == 0, -1e4)
+        .softmax(-1)
+        @ v
     ),
     "-1e9": lambda q, k, v, p: (q @ kt(k)).masked_fill(never(p), -1e9).softmax(-1) @ v,
     "lowest": lambda q, k, v, p: (

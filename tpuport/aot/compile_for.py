@@ -1,6 +1,7 @@
 """`tpuport.compile_for`: compile for a slice, and report whether it fits and what it costs."""
 
 import contextlib
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +17,8 @@ from tpuport.aot.entry_points import forward_step, function_step, training_step
 from tpuport.aot.memory import held_at_peak, largest_computed, listed_by_compiler, read_memory
 from tpuport.aot.records import Captured, HeldMemory, Seconds, Work
 from tpuport.aot.report import CompileReport
-from tpuport.aot.work import captured_constants, read_traced, read_work
+from tpuport.aot.work import calibration_for, captured_constants, read_traced, read_work
+from tpuport.cost.calibration import Calibration
 from tpuport.cost.hlo.parser import HloProgram, read_program
 from tpuport.cost.records import Estimate
 from tpuport.cost.walking import sub_jaxprs
@@ -55,6 +57,7 @@ def compile_for(
     method: str | Callable[..., Any] = "forward",
     constant_budget: int = CONSTANT_BUDGET,
     kernel_times: bool = True,
+    calibration: Calibration | str | os.PathLike[str] | None = None,
     quick: bool = False,
     options: dict[str, Any] | None = None,
     **spreading: Any,
@@ -81,6 +84,8 @@ def compile_for(
         constant_budget: most bytes of constants of the host that are not worth a finding.
         kernel_times: compile each Pallas kernel once more to read its schedule; without it there is
             no estimate for a program with kernels.
+        calibration: the file that `tpuport doctor --measure` wrote on a chip of this kind; the
+            estimate then has the rates that were measured there.
         quick: let the compiler spend less on making the program fast: half the time or much less,
             for a report of a program that is about as good (docs/compile.md has figures).
         options: compiler options, such as `{"xla_tpu_scoped_vmem_limit_kib": 65536}`.
@@ -91,17 +96,19 @@ def compile_for(
 
     Raises:
         PortError: the code cannot be ported exactly.
-        UsageError: an argument is wrong, or the topology is unknown.
+        UsageError: an argument is wrong, the topology is unknown, or the calibration is of another
+            kind of chip.
         MissingExtraError: libtpu is not installed.
     """
     training = _training_of(ported, method, train, optimizer)
     model: Any = ported if training is None else training.ported
     spread, plan = spread_out(model, topology, mesh, rules, **spreading)
     placement: Any = spread._placement
+    measured = calibration_for(placement.mesh, calibration)
     options = {**(_LITTLE_EFFORT if quick else {}), **(options or {})}
     ahead = settled(lambda: _ahead(training, spread, method, inputs, options))
     names = _names(training, method, topology, placement.mesh)
-    report = _reported(ahead, spread, plan, constant_budget, kernel_times, names)
+    report = _reported(ahead, spread, plan, constant_budget, (kernel_times, measured), names)
     return replace(report, quick=quick)
 
 
@@ -181,14 +188,14 @@ def _reported(
     spread: PortedModel,
     plan: ShardingPlan,
     constant_budget: int,
-    kernel_times: bool,
+    timing: tuple[bool, Calibration | None],
     names: dict[str, str],
 ) -> CompileReport:
     modules = {fqn for fqn, _ in spread.module.named_modules() if fqn}
     # Blocks that share a program have one name in it, such as `blocks.*`.
     modules |= {generalised(fqn) for fqn in modules}
     placement: Any = spread._placement
-    read = _read(ahead, modules, placement, kernel_times)
+    read = _read(ahead, modules, placement, *timing)
     captured = captured_constants(ahead, modules)
     device, refused = placement.mesh.devices.flat[0], ahead.too_large
     report = CompileReport(
@@ -231,14 +238,22 @@ class _Read:
     time: Estimate | None
 
 
-def _read(ahead: Ahead, modules: set[str], placement: OnMesh, kernel_times: bool) -> _Read:
+def _read(
+    ahead: Ahead,
+    modules: set[str],
+    placement: OnMesh,
+    kernel_times: bool,
+    calibration: Calibration | None,
+) -> _Read:
     if ahead.too_large is not None:
         listed = listed_by_compiler(ahead.too_large.largest, modules)
         held = listed or largest_computed(ahead.jaxpr, modules)
         return _Read(None, held, read_traced(ahead, modules), None)
     text = ahead.compiled.as_text()
     program = read_program(text)
-    work, time = read_work(ahead, text, modules, placement, kernel_times=kernel_times)
+    work, time = read_work(
+        ahead, text, modules, placement, kernel_times=kernel_times, calibration=calibration
+    )
     return _Read(program, held_at_peak(program, modules), work, time)
 
 

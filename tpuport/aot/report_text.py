@@ -97,7 +97,8 @@ def held_title(report: CompileReport) -> str:
 def estimate_title(report: CompileReport) -> str:
     """Return the sentence with the estimated time of a step."""
     assert report.estimate is not None
-    return f"A step would take about {fmt.seconds(report.estimate.seconds)}"
+    by = ", by rates measured on a chip" if report.estimate.calibration else ""
+    return f"A step would take about {fmt.seconds(report.estimate.seconds)}{by}"
 
 
 def _held(report: CompileReport) -> RenderableType:

@@ -2,17 +2,20 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from tpuport.aot.abstract_model import num_slices
 from tpuport.aot.aot import Ahead
 from tpuport.aot.records import AttentionUse, Captured, Moved, Product, Work
-from tpuport.cost import chip_of, count_jaxpr, estimate_step, read_compiled
+from tpuport.cost import Chip, chip_of, count_jaxpr, estimate_step, read_compiled
+from tpuport.cost.calibration import Calibration, read_calibration
 from tpuport.cost.modules import innermost, scope_names
 from tpuport.cost.records import Collective, CompiledCost, Dot, Estimate, JaxprCost
 from tpuport.cost.schedule import KernelCompileError, UnknownTripsError, schedule_kernels
 from tpuport.foundation.interop.name_patterns import generalised
+from tpuport.reports import wording
 from tpuport.sharding.plan import Row
 from tpuport.sharding.shard import OnMesh
 from tpuport.sharding.specs import shown
@@ -22,8 +25,29 @@ _FLOAT32 = "float32"
 _NUM_ROWS = 100
 
 
+def calibration_for(
+    mesh: Any, given: Calibration | str | os.PathLike[str] | None
+) -> Calibration | None:
+    """Read a calibration, and see that it was measured on the kind of chip of a mesh.
+
+    Raises:
+        UsageError: it cannot be read, or was measured on another kind of device.
+    """
+    if given is None:
+        return None
+    found = read_calibration(given)
+    found.apply(chip_of(mesh.devices.flat[0].device_kind))
+    return found
+
+
 def read_work(
-    ahead: Ahead, text: str, modules: Collection[str], placement: OnMesh, *, kernel_times: bool
+    ahead: Ahead,
+    text: str,
+    modules: Collection[str],
+    placement: OnMesh,
+    *,
+    kernel_times: bool,
+    calibration: Calibration | None = None,
 ) -> tuple[Work, Estimate | None]:
     """Count the work of a compiled step, and estimate its time.
 
@@ -34,6 +58,7 @@ def read_work(
         placement: the mesh and the rules, for the causes of collectives.
         kernel_times: whether to compile each Pallas kernel once more, for its schedule; without
             it there is no estimate for a program that has some.
+        calibration: rates that were measured on such a chip, instead of the stated ones.
     """
     traced = count_jaxpr(ahead.jaxpr, modules=modules)
     compiled = read_compiled(text, modules=modules)
@@ -51,7 +76,7 @@ def read_work(
     if num_slices(placement.mesh) > 1:
         more = "what passes between slices, over the data centre's network; a step takes longer"
         work = dataclasses.replace(work, unknown=(*work.unknown, more))
-    return _estimated(ahead, work, traced, compiled, placement, kernel_times)
+    return _estimated(ahead, work, traced, compiled, placement, kernel_times, calibration)
 
 
 def read_traced(ahead: Ahead, modules: Collection[str]) -> Work:
@@ -79,24 +104,54 @@ def _estimated(
     compiled: CompiledCost,
     placement: OnMesh,
     kernel_times: bool,
+    calibration: Calibration | None,
 ) -> tuple[Work, Estimate | None]:
     devices = placement.mesh.devices
     chip = chip_of(devices.flat[0].device_kind)
     if traced.kernels and not kernel_times:
         return work, None
     try:
-        seconds = _kernel_seconds(ahead.jaxpr, traced, chip.name, devices.size)
+        seconds = kernel_seconds(ahead.jaxpr, traced, chip.name, devices.size)
     except (KernelCompileError, UnknownTripsError) as error:
         more = f"the time of kernels, and so of a step: {_reason(error)}"
         return dataclasses.replace(work, unknown=(*work.unknown, more)), None
-    return work, estimate_step(
+    stated = _step(chip, work, traced, compiled, seconds)
+    if calibration is None:
+        return work, stated
+    measured = _step(
+        calibration.apply(chip),
+        *(work, traced, compiled, seconds * (calibration.kernel_factor or 1.0)),
+        **_without_none(dense_efficiency=calibration.dense_efficiency),
+    )
+    told = (
+        f"Rates measured on a chip, from {calibration}.",
+        f"Without them the estimate is {wording.seconds(stated.seconds)}.",
+        *measured.assumptions,
+    )
+    return work, dataclasses.replace(measured, assumptions=told, calibration=str(calibration))
+
+
+def _step(
+    chip: Chip,
+    work: Work,
+    traced: JaxprCost,
+    compiled: CompiledCost,
+    kernel_seconds: float,
+    **efficiency: float,
+) -> Estimate:
+    return estimate_step(
         chip,
         dense_flops=compiled.dot_flops,
         dense_peak=chip.mean_peak(traced.dots),
         hbm_bytes=work.hbm_bytes,
         collectives=compiled.collectives,
-        kernel_seconds=seconds,
+        kernel_seconds=kernel_seconds,
+        **efficiency,
     )
+
+
+def _without_none(**given: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _reason(error: Exception) -> str:
@@ -104,7 +159,7 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0].partition(" What to do:")[0]
 
 
-def _kernel_seconds(jaxpr: Any, traced: JaxprCost, chip: str, num_chips: int) -> float:
+def kernel_seconds(jaxpr: Any, traced: JaxprCost, chip: str, num_chips: int) -> float:
     """Return the time of a step's Pallas kernels on one chip, by their schedules."""
     if not traced.kernels:
         return 0.0

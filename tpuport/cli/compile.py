@@ -55,6 +55,12 @@ Quick = Annotated[
     bool,
     typer.Option("--quick", help="Half the time or less: let the compiler optimise less."),
 ]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE", help="Estimate by the rates in this file of `tpuport doctor --measure`."
+    ),
+]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail where the sharding rules look unintended.")
 ]
@@ -81,6 +87,7 @@ def compile_(
     as_json: AsJson = False,
     no_kernel_times: NoKernelTimes = False,
     quick: Quick = False,
+    calibration: Calibration = None,
     strict: Strict = False,
     search: Search = False,
     minutes: Minutes = 30.0,
@@ -103,6 +110,7 @@ def compile_(
             "method": method,
             "kernel_times": not no_kernel_times,
             "quick": quick,
+            "calibration": calibration,
             "strict": strict,
             **_wanted(target),
         }

@@ -99,9 +99,14 @@ def estimate_step(
         parts,
         (
             "The parts run one after another: nothing overlaps.",
-            f"Products reach {dense_efficiency:.1%} of the peak, which is what libtpu schedules for"
-            " a large one.",
-            "Each byte of HBM traffic that XLA counts is moved once, at the chip's full bandwidth.",
+            f"Products reach {dense_efficiency:.1%} of the peak"
+            + (
+                ", which is what libtpu schedules for a large one."
+                if dense_efficiency == DENSE_EFFICIENCY
+                else "."
+            ),
+            "Each byte of HBM traffic that XLA counts is moved once, at"
+            f" {chip.hbm_bandwidth / 1e12:.2f} TB/s.",
             "A collective stays within a slice and has two links of each chip to itself.",
             "Kernels do not stall: their data is there when they need it.",
         ),

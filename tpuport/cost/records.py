@@ -238,10 +238,12 @@ class Estimate:
     Args:
         parts: the parts dense, hbm, collectives and kernels.
         assumptions: assumptions of the estimate, in sentences.
+        calibration: where the rates were measured; "" if they are those that the maker states.
     """
 
     parts: tuple[Part, ...]
     assumptions: tuple[str, ...]
+    calibration: str = ""
 
     @property
     def seconds(self) -> float:

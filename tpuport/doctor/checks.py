@@ -76,12 +76,7 @@ def _devices(answer: Answer, machine: Machine) -> Check:
             "sudo lsof -w /dev/accel* /dev/vfio/*",
         )
     if answer.error:
-        kind, _, message = answer.error.partition(": ")
-        said = TpuUnavailable().explain(Raised((f"builtins.{kind}",), message))
-        if said is None:
-            return problem(topic, answer.error, "JAX_PLATFORMS=cpu tpuport doctor")
-        command = said.remedies[0].rpartition(": ")[2]
-        return problem(topic, said.problem, command)
+        return problem(topic, *explain_refusal(answer.error))
     seen = json.loads(answer.output)
     text = f"{seen['count']} x {seen['kind']} ({seen['platform']})"
     if machine.has_tpu and seen["platform"] != "tpu":
@@ -89,6 +84,19 @@ def _devices(answer: Answer, machine: Machine) -> Check:
         fix = "unset JAX_PLATFORMS" if chosen else 'pip install "tpuport[tpu]"'
         return problem(topic, f"{text}, and this machine has a TPU that jax does not use", fix)
     return ok(topic, text)
+
+
+def explain_refusal(error: str) -> tuple[str, str]:
+    """Return why jax cannot have its devices, and the command to run.
+
+    Args:
+        error: The last line of the traceback.
+    """
+    kind, _, message = error.partition(": ")
+    said = TpuUnavailable().explain(Raised((f"builtins.{kind}",), message))
+    if said is None:
+        return error, "JAX_PLATFORMS=cpu tpuport doctor"
+    return said.problem, said.remedies[0].rpartition(": ")[2]
 
 
 def _environment(machine: Machine) -> Iterator[Check]:

@@ -6,18 +6,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.openpi.config import Config, Transformer, Vision
 from recipes.openpi.model import Pi0, make_policy
+from recipes.openpi.smallest import SIZES as SMALL
 
-SMALL = Config(
-    action_dim=6,
-    action_horizon=4,
-    max_token_len=7,
-    vocab_size=40,
-    language=Transformer(16, 3, 24, heads=2, head_dim=8),
-    expert=Transformer(12, 3, 20, heads=2, head_dim=8),
-    vision=Vision(12, 1, 20, heads=2, image_size=28),
-)
 BOTH = {"pi0": SMALL, "pi05": replace(SMALL, pi05=True)}
 
 

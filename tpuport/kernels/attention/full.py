@@ -59,7 +59,10 @@ def scores_of(
         else:
             hidden = jnp.isneginf(further)
             # A bias of -inf hides a score. It is kept out of the sum, whose gradient would be NaN.
-            scores = scores + jnp.where(hidden, 0, further).astype(scores.dtype)
+            added = jnp.where(jnp.isinf(further) if fill is not None else hidden, 0, further)
+            scores = scores + added.astype(scores.dtype)
+            if fill is not None:
+                scores = jnp.where(jnp.isposinf(further), fill, scores)
             seen = ~hidden if seen is None else seen & ~hidden
     if seen is not None:
         scores = jnp.where(seen, scores, LOWEST)

@@ -31,8 +31,9 @@ class Mask:
         query_valid: booleans (batch or 1, queries); False is a query that attends to nothing.
         blocks: any further mask (booleans, False is not seen) or bias (numbers, added to the
             scaled scores), one tile at a time.
-        fill: what a score becomes where booleans of `blocks` are False; None if it then does not
-            count. A finite number counts, as it does in a row of such numbers alone.
+        fill: what a score becomes where booleans of `blocks` are False, or numbers plus infinity;
+            None if it then does not count. A finite number counts, as it does in a row of such
+            numbers alone.
     """
 
     causal: bool = False

@@ -48,6 +48,8 @@ from tpuport.tracing.patterns.softmax import Softmax, softmax_of
 
 _FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 _BETWEEN = (ELEMENTWISE | VIEWS) - {"stop_gradient"}
+# What joins or splits leading dims, or drops one of size 1, as a product of a batch of one does.
+_REGROUPS = ("reshape", "broadcast_in_dim", "squeeze")
 _PRECISIONS: dict[Any, str] = {
     jax.lax.Precision.DEFAULT: "default",
     jax.lax.Precision.HIGH: "high",
@@ -160,10 +162,8 @@ class _Layout:
             return self
         if name == "transpose" and not self.regrouped:
             return _Layout(tuple(self.order[p] for p in eqn.params["permutation"]), shape)
-        is_regrouped = name in ("reshape", "broadcast_in_dim", "squeeze")
-        if is_regrouped and math.prod(shape) == math.prod(self.shape):
-            if shape[-2:] == self.shape[-2:]:
-                return _Layout(self.order, shape, regrouped=True)
+        if name in _REGROUPS and _keeps_last(self.shape, shape):
+            return _Layout(self.order, shape, regrouped=True)
         raise NotServedError(f"the scores are rearranged by {name}")
 
 
@@ -202,7 +202,7 @@ class WrittenOut:
             if self.dropout is not None and eqn is self.dropout.equation:
                 continue
             name, before, after = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
-            is_view = name == "reshape" and before.shape[-2:] == after.shape[-2:]
+            is_view = name in _REGROUPS and _keeps_last(before.shape, after.shape)
             is_view |= _swaps_last(eqn)
             if not is_view and not (name == "convert_element_type" and after.dtype in _FLOATS):
                 raise NotServedError(f"the weights are changed by {name} after the softmax")
@@ -374,11 +374,12 @@ class WrittenOut:
         strict = made(strict=True)
         if not effect.conditions or not np.isfinite(effect.fill):
             return found, None if found.bias is None or strict.bias is not None else strict
+        rest = [_four(node, shape) for node in effect.conditions]
         if effect.bias is not None:
-            raise NotServedError(f"scores with a bias are hidden by {effect.fill:g}, which counts")
+            bias = _four(effect.bias, shape)
+            return Structure(shape, rest=rest, bias=bias, fill=effect.fill), None
         if effect.fill <= NOTHING and found.covers():
             return found, None
-        rest = [_four(node, shape) for node in effect.conditions]
         exact = Structure(shape, rest=rest, fill=effect.fill)
         return exact, strict if effect.fill <= NOTHING else None
 
@@ -393,6 +394,11 @@ class WrittenOut:
         """Note that the matrix of scores is used, and why."""
         q, k = (self.scores[0].invars[side].aval for side in (0, 1))
         note_call(trace, q, k, "full", reason, place=self.place(trace))
+
+
+def _keeps_last(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Return whether the last two dims are the same, and all elements are there once."""
+    return before[-2:] == after[-2:] and math.prod(before) == math.prod(after)
 
 
 def _swaps_last(eqn: Any) -> bool:

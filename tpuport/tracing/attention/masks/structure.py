@@ -249,7 +249,12 @@ def _blocks(found: Structure) -> Any:
             assert seen is not None
             return seen
         added = tiles.tile(bias, _parts(bias, places))
-        return added if seen is None else jnp.where(seen, added, -jnp.inf)
+        if seen is None:
+            return added
+        if found.fill is None:
+            return jnp.where(seen, added, -jnp.inf)
+        # Infinity marks what is filled. A bias of infinity makes NaN of its row, and so does NaN.
+        return jnp.where(seen, jnp.where(jnp.isposinf(added), jnp.nan, added), jnp.inf)
 
     return blocks
 
@@ -263,13 +268,17 @@ def rows_seen(found: Structure) -> Any:
 
     None if each is sure to see one.
     """
-    if found.fill is not None or (found.covers() and found.bias is None):
+    if found.bias is None and (found.fill is not None or found.covers()):
         return None
     tiles, num_q, num_k = found.tiles, *found.shape[2:]
-    nodes = [*found.keys, *found.queries, *found.rest]
     seen: Any = jnp.ones((1, 1, 1, num_k), bool)
-    for node in nodes:
-        seen &= tiles.tile(node, [TilePart(0, n) for n in node.shape])
+    filled: Any = False
+    for node in [*found.keys, *found.queries, *found.rest]:
+        tile = tiles.tile(node, [TilePart(0, n) for n in node.shape])
+        if found.fill is not None:
+            filled |= ~tile
+        else:
+            seen &= tile
     if found.segments is not None:
         q, k = (tiles.tile(x, [TilePart(0, n) for n in x.shape]) for x in found.segments)
         seen &= q == k
@@ -281,7 +290,7 @@ def rows_seen(found: Structure) -> Any:
     if found.bias is not None:
         bias = found.bias
         seen &= tiles.tile(bias, [TilePart(0, n) for n in bias.shape]) > -jnp.inf
-    return seen.any(-1, keepdims=True)
+    return (seen | filled).any(-1, keepdims=True)
 
 
 def arrays_left(found: Structure) -> list[str]:

@@ -1,0 +1,1 @@
+"""`tpuport doctor --measure`: what a chip does, beside what the cost model says."""
