@@ -13,6 +13,8 @@ from tpuport.cli import (
     compile,
     doctor,
     lint,
+    lsp,
+    mcp,
     port,
     rewrite,
     rules,
@@ -67,6 +69,8 @@ app.command()(verify_port.verify_port)
 app.command()(warmup.warmup)
 app.command("compile")(compile.compile_)
 app.command()(doctor.doctor)
+app.command()(mcp.mcp)
+app.command()(lsp.lsp)
 
 
 @app.command()
