@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from click.testing import Result
 from torch import nn
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import tpuport
 from tests.verify import small_gpt
@@ -138,6 +137,38 @@ def test_a_port_that_raises_is_reported_with_its_line():
     assert not report.passed
     assert "return x @ p" in report.failure
     assert "test_verify_port.py:" in str(report)
+
+
+def test_code_that_sets_its_dtypes_is_compared_in_float64_too():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten())
+
+    def port(p: Any, x: Any) -> Any:
+        start = jnp.zeros(4, jnp.float32)  # a carry that would not take float64
+
+        def row(total: Any, one: Any) -> Any:
+            return total + one, one @ p["kernel"] + p["bias"]
+
+        return jax.lax.scan(row, start, x)[1]
+
+    weights = {
+        "kernel": model[0].weight.detach().numpy().T,
+        "bias": model[0].bias.detach().numpy(),
+    }
+    report = tpuport.verify_port(model, port, weights, args=(torch.randn(3, 4),))
+    report.check()
+    assert report.stages[1].checks[0].error < 1e-12
+
+
+def test_an_original_that_raises_is_no_mistake_of_the_port():
+    class Broken(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        tpuport.verify_port(
+            Broken(2, 2), lambda p, x: x, {"k": np.ones(3, np.float32)}, args=(torch.ones(1, 2),)
+        )
 
 
 def test_outputs_in_another_layout_are_named():

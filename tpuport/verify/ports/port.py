@@ -1,7 +1,8 @@
 """A port as the verifier calls it: a function of flat arrays, traced in float64 or as it is."""
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,36 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from tpuport.foundation.errors import UsageError
+from tpuport.foundation.errors import TpuportError, UsageError
+from tpuport.foundation.user_frames import user_places
 from tpuport.tracing.core.export import to_numpy
 from tpuport.verify.ports.original import named_leaves
 from tpuport.verify.ports.program import double
 
 _HOLDERS = ("value", "raw_value")
+
+
+class PortRaised(TpuportError):
+    """Raised when the code of a port does not run; the message has its line."""
+
+
+@contextlib.contextmanager
+def port_code() -> Iterator[None]:
+    """Say of what the port's code raises in the block that the port raised it.
+
+    Raises:
+        PortRaised: it did.
+    """
+    try:
+        yield
+    except TpuportError:
+        raise
+    except Exception as error:  # any code of the user's may raise anything
+        place = next(user_places(error.__traceback__), None)
+        if place is None:
+            raise
+        first = str(error).partition("\n")[0]
+        raise PortRaised(f"{place}: {place.source}\n{type(error).__name__}: {first}") from error
 
 
 @dataclass(frozen=True)
@@ -114,7 +139,8 @@ class Port:
             return [jnp.asarray(leaf) for _, leaf in found]
 
         names: list[str] = []
-        leaves = jax.eval_shape(out, self._values(), self.inputs())
+        with port_code():
+            leaves = jax.eval_shape(out, self._values(), self.inputs())
         return list(zip(names, leaves, strict=True))
 
     def forward(self, *, wide: bool) -> Any:
@@ -135,10 +161,16 @@ class Port:
         return self.traced(jax.grad(loss), [self._values(), self.inputs()], wide=wide)
 
     def traced(self, function: Callable[..., Any], args: Sequence[Any], *, wide: bool) -> Any:
-        """Return a closed jaxpr, of float64 arguments if `wide`."""
-        with double(wide):
-            given = jax.tree.map(lambda leaf: _abstract(leaf, wide), list(args))
-            return jax.make_jaxpr(function)(*given)
+        """Return a closed jaxpr, of float64 arguments if `wide`.
+
+        Raises:
+            PortRaised: the code does not run.
+        """
+        # Code that sets dtypes itself may not go with others; its own program runs in float64 too.
+        with contextlib.suppress(*((TypeError, ValueError) if wide else ())):
+            return _jaxpr(function, args, wide)
+        with port_code():
+            return _jaxpr(function, args, False)
 
     def _values(self) -> list[Any]:
         return list(self.weights.arrays().values())
@@ -177,6 +209,12 @@ def _is_array(leaf: Any) -> bool:
 
 def _is_floating(leaf: Any) -> bool:
     return _is_array(leaf) and bool(jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
+def _jaxpr(function: Callable[..., Any], args: Sequence[Any], wide: bool) -> Any:
+    with double(wide):
+        given = jax.tree.map(lambda leaf: _abstract(leaf, wide), list(args))
+        return jax.make_jaxpr(function)(*given)
 
 
 def _abstract(leaf: Any, wide: bool) -> Any:

@@ -235,6 +235,15 @@ class _Interpreter:
             self.narrow.add(name)
         return [self.widened(v) for v in _bind(eqn, _narrowed(eqn, values))]
 
+    def _is_cast_away(self, eqn: Any) -> bool:
+        """Return whether this casts between floating dtypes, which are all float64 here."""
+        atoms = (*eqn.invars, *eqn.outvars)
+        return (
+            self.wide
+            and eqn.primitive.name == "convert_element_type"
+            and all(_wide(atom.aval.dtype) == np.float64 for atom in atoms)
+        )
+
     def _while(self, eqn: Any, cells: list[_Cell]) -> list[_Cell]:
         p = eqn.params
         a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
@@ -263,7 +272,7 @@ class _Interpreter:
     def _record(
         self, eqn: Any, outs: list[Any], cells: list[_Cell], constant: bool, drawn: bool
     ) -> list[_Cell]:
-        if eqn.primitive.name in _MOVES:
+        if eqn.primitive.name in _MOVES or self._is_cast_away(eqn):
             return [_Cell(outs[0], cells[0].node, constant, drawn)]
         made = []
         for out in outs:

@@ -24,7 +24,6 @@ _HINT = 1e-3
 
 def interface(
     plain: OriginalRun,
-    original: Original,
     shapes: Sequence[tuple[str, Any]],
     state: OriginalState,
     table: Table,
@@ -46,7 +45,6 @@ def interface(
             outputs.problems.append(
                 f"{path}: {mine.dtype} in the original, {other.dtype} in the port"
             )
-    del original
     return Stage("interface", [outputs, _coverage(state, table), _starts(state, table, port)])
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tpuport.model.parity.float64 import Float64
 from tpuport.verify.ports.original import FixedDropout, Original, settled, value_of
-from tpuport.verify.ports.port import Port
+from tpuport.verify.ports.port import Port, port_code
 from tpuport.verify.ports.program import double, run
 from tpuport.verify.ports.table import OriginalState
 
@@ -121,7 +121,8 @@ def train_port(port: Port, how: PortTraining, trainable: Sequence[bool]) -> Trai
     with double(True):
         leaves = [np.asarray(x, np.float64) for x in weights.arrays().values()]
         start = weights.build(leaves) if how.jax_step else weights.only(leaves, trainable)
-        optimizer = how.transform.init(start)
+        with port_code():
+            optimizer = how.transform.init(start)
         average = list(leaves) if how.ema else None
         carry, structure = jax.tree.flatten((leaves, optimizer, average))
         carry = [np.asarray(x) for x in carry]

@@ -1,28 +1,23 @@
 """`verify_port`: a port by somebody else beside its original, stage by stage."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from tpuport.foundation.errors import TpuportError, UsageError
-from tpuport.foundation.user_frames import user_places
+from tpuport.foundation.errors import UsageError
 from tpuport.model.parity.gradients import projection
 from tpuport.verify.ports.original import Original, named_leaves
-from tpuport.verify.ports.port import Port, Tree, as_arrays, split
+from tpuport.verify.ports.port import Port, PortRaised, Tree, as_arrays, split
 from tpuport.verify.ports.report import PortVerification
 from tpuport.verify.ports.stages import Numbers, behaviour, interface, own_values
 from tpuport.verify.ports.table import Names, OriginalState, Table, find
 from tpuport.verify.ports.training import PortTraining, train_original, train_port
 
 _SPREAD = 0.1
-Result = TypeVar("Result")
-
-
-class PortRaised(TpuportError):
-    """Raised when the code of a port does not run."""
 
 
 def verify_port(
@@ -146,8 +141,8 @@ class _Verifier:
             self._set(state, table)
         plain = self.original.run((), wide=False, record=False)
         try:
-            shapes = _of_port(self.port.shapes)
-            report.stages.append(interface(plain, self.original, shapes, state, table, self.port))
+            shapes = self.port.shapes()
+            report.stages.append(interface(plain, shapes, state, table, self.port))
             if not report.stages[-1].checks[0].passed:
                 return
             sure = report.stages[-1].passed
@@ -163,7 +158,7 @@ class _Verifier:
 
     def _numbers(self, numbers: Numbers, varied: list[str]) -> None:
         report = self.report
-        stage = _of_port(numbers.stage)
+        stage = numbers.stage()
         report.stages.append(stage)
         report.notes += numbers.notes
         report.first = numbers.first
@@ -187,7 +182,7 @@ class _Verifier:
         trainable = own_values(self.port, state, table)
         mine = train_original(self.original, training, numbers.masks, state, wide=True)
         rounded = train_original(self.original, training, numbers.masks, state, wide=False)
-        other = _of_port(lambda: train_port(self.port, training, trainable))
+        other = train_port(self.port, training, trainable)
         stage, notes = behaviour(self.port, state, table, mine, rounded, other, trainable)
         self.report.stages.append(stage)
         self.report.notes += notes
@@ -206,7 +201,7 @@ class _Verifier:
         named = dict(model.named_parameters(remove_duplicate=False))
         random = np.random.default_rng(0)
         changed = []
-        for name in state.trained:
+        for name in (one for one in state.own if one in state.trained):
             value = named[name].data
             if value.numel() > 1 and bool((value == value.reshape(-1)[0]).all()):
                 noise = _SPREAD * random.standard_normal(tuple(value.shape))
@@ -215,24 +210,10 @@ class _Verifier:
         if not changed:
             return []
         kept = set(np.concatenate([state.ids[n].numpy().reshape(-1) for n in changed]).tolist())
-        object.__setattr__(self.original, "model", model)
+        self.original = dataclasses.replace(self.original, model=model)
         leaves = [n for n, e in table.entries.items() if e.ids.size and int(e.ids.flat[0]) in kept]
         self._set(OriginalState(model), table)
         return leaves
-
-
-def _of_port(call: Callable[[], Result]) -> Result:
-    """Run code of the port; what it raises becomes part of the report."""
-    try:
-        return call()
-    except TpuportError:
-        raise
-    except Exception as error:  # any code of the user's may raise anything
-        place = next(user_places(error.__traceback__), None)
-        if place is None:
-            raise
-        first = str(error).partition("\n")[0]
-        raise PortRaised(f"{place}: {place.source}\n{type(error).__name__}: {first}") from error
 
 
 def _unseen(report: PortVerification, trained: bool, table: Table) -> Sequence[str]:
