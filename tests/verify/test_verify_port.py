@@ -171,6 +171,43 @@ def test_an_original_that_raises_is_no_mistake_of_the_port():
         )
 
 
+def test_random_numbers_of_the_original_are_no_rounding():
+    class Noisy(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + torch.randn(2)
+
+    class Counting(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) + float(np.random.rand())
+
+    def compared(model: nn.Linear) -> PortVerification:
+        weights = {name: value.detach().numpy() for name, value in model.named_parameters()}
+        port = lambda p, x: x @ p["weight"].T + p["bias"]  # noqa: E731
+        return tpuport.verify_port(model, port, weights, args=(torch.ones(1, 2),))
+
+    report = compared(Noisy(2, 2))
+    assert report.failed_stage == "numbers"
+    assert any("random numbers that the original draws" in note for note in report.notes)
+    with pytest.raises(UsageError, match="another result when it runs again"):
+        compared(Counting(2, 2))
+
+
+def test_weights_that_only_their_own_value_suits_are_not_varied():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale.sqrt()
+
+    port = lambda p, x: x * jnp.sqrt(p["scale"])  # noqa: E731
+    weights = {"scale": np.zeros(4, np.float32)}
+    report = tpuport.verify_port(Scaled(), port, weights, args=(torch.ones(2, 4),))
+    assert not any("other values on both sides" in note for note in report.notes)
+    assert report.stages[1].checks[0].passed
+
+
 def test_outputs_in_another_layout_are_named():
     model = nn.Conv2d(3, 4, 3, bias=False)
     kernel = model.weight.detach().permute(2, 3, 1, 0).numpy()

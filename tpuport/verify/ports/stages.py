@@ -217,6 +217,10 @@ class Numbers:
         check = Comparison("gradients, float64", limit=_GRADIENTS)
         at_least = _NO_GRADIENT * float(np.abs(want).max(initial=0.0))
         for leaf, have, trains in zip(port.weights.names, made, trainable, strict=True):
+            entry = self.table.entries.get(leaf)
+            names = [] if entry is None else state.names_of(entry.ids)
+            if not trains and any(name in state.trained for name in names):
+                self.notes.append(f"Not looked at: gradients of {leaf}, of which a part is frozen.")
             if trains:
                 ids = self.table.entries[leaf].ids
                 check.allowed[leaf] = _FACTOR * _relative(want[ids], near[ids], at_least)
@@ -246,7 +250,7 @@ def _fails(check: Comparison, name: str) -> bool:
 
 
 def _is_mask(values: np.ndarray) -> bool:
-    return values.size > 1 and len(np.unique(values)) <= 2
+    return values.dtype == bool or (values.size > 2 and len(np.unique(values)) <= 2)
 
 
 def behaviour(
