@@ -44,7 +44,17 @@ ROOMS: dict[str, set[str]] = {
     "compat": MODEL | AOT,
 }
 # What stands in front of the rooms: it may import every room, and no room may import it.
-FRONT = {"__init__", "cli", "demo", "doctor", "loading", "repository", "servers", "testing", "verify"}
+FRONT = {
+    "__init__",
+    "cli",
+    "demo",
+    "doctor",
+    "loading",
+    "repository",
+    "servers",
+    "testing",
+    "verify",
+}
 
 # The rooms of tracing/, from the bottom up: one may import what is in an earlier line.
 TRACING_ROOMS = (

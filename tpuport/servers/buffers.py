@@ -1,7 +1,7 @@
 """Findings and fixes of the text in an editor, which may differ from the file."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tpuport.source.syntax.module import Module
 
 @dataclass(frozen=True)
 class BufferEdit:
-    """Whole lines to replace, counted from 0; the last one stays."""
+    """Lines to replace, counted from 0: from `first` on, up to `last` without it."""
 
     first: int
     last: int
@@ -42,7 +42,9 @@ def findings_of(text: str, path: Path, settings: Settings) -> Sequence[Reported]
     if is_excluded(path, settings):
         return ()
     # Which findings have a fix is asked when the editor asks for it: that takes most of the time.
-    checked = run_source(text.encode(), str(path), strict=settings.strict, fixes=False)
+    checked = run_source(
+        text.encode(errors="replace"), str(path), strict=settings.strict, fixes=False
+    )
     return decide([checked], settings, known=known_codes(Cache(None))).shown
 
 
@@ -52,7 +54,7 @@ def fixed(text: str, path: Path, finding: Reported) -> str | None:
     wanted = finding.line, finding.column
     passes = 0
 
-    def others(module: Module):
+    def others(module: Module) -> Callable[[Match], bool]:
         nonlocal passes
         passes += 1
         first, ignored = passes == 1, ignored_by_comments(module)
