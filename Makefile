@@ -67,7 +67,7 @@ $(VENV)/.installed-demo: $(FROM) | $(BIN)/python
 
 $(VENV)/.installed-dev: $(FROM) | $(BIN)/python
 	@echo "Installing into $(VENV) (once; a few minutes)"
-	@$(INSTALL) -e ".[jax,recipes,openpilot,openpi,tpu,train,migrate,dev,docs]"
+	@$(INSTALL) -e ".[jax,recipes,openpilot,openpi,tpu,train,migrate,mcp,lsp,dev,docs]"
 # Of someone else's model only its own files: what it depends on is for CUDA.
 	@$(INSTALL) --no-deps hyvideo-fork openpi-client
 	@touch $@ $(VENV)/.installed-demo

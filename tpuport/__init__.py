@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tpuport.tracing.attention.options import attention_options
     from tpuport.tracing.core.export import to_numpy, to_torch
     from tpuport.tracing.precision.policy import DtypePolicy
+    from tpuport.verify.ports.verify_port import verify_port
     from tpuport.weights import load_checkpoint, open_checkpoint, save_checkpoint
 
 __all__ = [
@@ -37,7 +38,8 @@ __all__ = [
     "PortReport", "PortedModel", "TpuportError", "attention_options", "cast", "compile_cache",
     "compile_for", "convert", "errors_of", "explain_error", "explaining", "export",
     "load_checkpoint", "open_checkpoint", "ops", "porting", "precision_audit", "quantize",
-    "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch", "warmup",
+    "remat", "save_checkpoint", "shard", "stack_blocks", "to_numpy", "to_torch",
+    "verify_port", "warmup",
 ]  # fmt: skip
 
 

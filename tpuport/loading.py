@@ -32,6 +32,7 @@ MODULE_OF = {
     "stack_blocks": "tpuport.model.stack_blocks",
     "to_numpy": "tpuport.tracing.core.export",
     "to_torch": "tpuport.tracing.core.export",
+    "verify_port": "tpuport.verify.ports.verify_port",
     "warmup": "tpuport.aot.cache.warmup",
 }
 

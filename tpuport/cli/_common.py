@@ -4,10 +4,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import typer
 
 from tpuport.foundation.errors import MissingExtraError, PortError, TpuportError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 FAILED = 1
 WRONG_CALL = 2
@@ -50,3 +55,31 @@ def printable(text: str) -> str:
 def say(line: str) -> None:
     """Print a line on standard error, as standard output may go to a file or a program."""
     typer.echo(printable(line), err=True)
+
+
+class Presentable(Protocol):
+    """A result that can be shown, saved, and written as JSON."""
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        ...
+
+    def show(self, console: "Console") -> None:
+        """Print it."""
+        ...
+
+    def save(self, path: Path) -> None:
+        """Write it to a file."""
+        ...
+
+
+def present(found: Presentable, report: Path | None, *, as_json: bool) -> None:
+    """Write a result to a file, if there is to be one, and print it."""
+    from rich.console import Console
+
+    if report is not None:
+        found.save(report)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        found.show(Console(force_terminal=has_color() or None, soft_wrap=True))

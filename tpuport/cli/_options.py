@@ -106,7 +106,27 @@ ScriptArguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="-- ARGS", show_default=False, help="Arguments of the script."),
 ]
+ReportFile = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        dir_okay=False,
+        rich_help_panel="Result",
+        show_default=False,
+        help="Write the report there: .html, .json, .txt.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", rich_help_panel="Result", help="Print JSON.")]
+
+
+def check_report_name(report: Path | None) -> None:
+    """Check the name of a report before the work that it is about.
+
+    Raises:
+        UsageError: no report ends like that.
+    """
+    if report is not None and report.suffix not in (".html", ".json", ".txt"):
+        raise UsageError(f"Expected a report ending in .json, .html or .txt, got {report}.")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,20 @@ from typing import Annotated
 
 import typer
 
-from tpuport.cli import compile, doctor, lint, port, rewrite, rules, run, verify, warmup
+from tpuport.cli import (
+    compile,
+    doctor,
+    lint,
+    lsp,
+    mcp,
+    port,
+    rewrite,
+    rules,
+    run,
+    verify,
+    verify_port,
+    warmup,
+)
 from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes
 from tpuport.foundation.version import __version__
 
@@ -52,9 +65,12 @@ app.command()(rules.explain)
 # Everything after the script's name belongs to the script, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
 app.command()(verify.verify)
+app.command()(verify_port.verify_port)
 app.command()(warmup.warmup)
 app.command("compile")(compile.compile_)
 app.command()(doctor.doctor)
+app.command()(mcp.mcp)
+app.command()(lsp.lsp)
 
 
 @app.command()

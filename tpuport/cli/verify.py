@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from tpuport.cli import _options as options
-from tpuport.cli._common import FAILED, errors_as_exit_codes, has_color, say
+from tpuport.cli._common import FAILED, errors_as_exit_codes, present, say
 
 _RUNS, _RESULT = "Runs", "Result"
 
@@ -46,16 +46,6 @@ Out = Annotated[
         help="Folder for the recordings and for what the runs write; verify-SCRIPT if left out.",
     ),
 ]
-Report = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        dir_okay=False,
-        rich_help_panel=_RESULT,
-        show_default=False,
-        help="Write the report there: .html, .json, .txt.",
-    ),
-]
 
 
 def verify(
@@ -68,7 +58,7 @@ def verify(
     plain: Plain = False,
     run_option: options.RunOptions = None,
     out: Out = None,
-    report: Report = None,
+    report: options.ReportFile = None,
     as_json: options.AsJson = False,
 ) -> None:
     """Run a training script in eager PyTorch and ported, and compare what they computed.
@@ -79,23 +69,14 @@ def verify(
     code 1 if the two differ, 2 if the script fails in eager PyTorch.
     """
     with errors_as_exit_codes("tpuport verify"):
-        from rich.console import Console
-
-        from tpuport.foundation.errors import UsageError
         from tpuport.verify.compare import Limits
         from tpuport.verify.processes import VerifiedScript
         from tpuport.verify.report import verify as verify_script
 
-        if report is not None and report.suffix not in (".html", ".json", ".txt"):
-            raise UsageError(f"Expected a report ending in .json, .html or .txt, got {report}.")
+        options.check_report_name(report)
         what = VerifiedScript(script, args or (), steps, seed, plain, run_option or ())
         say(f"tpuport verify: running {script} twice")
         found = verify_script(what, out or Path(f"verify-{script.stem}"), Limits(rtol, drift))
-        if report is not None:
-            found.save(report)
-        if as_json:
-            typer.echo(found.to_json())
-        else:
-            found.show(Console(force_terminal=has_color() or None, soft_wrap=True))
+        present(found, report, as_json=as_json)
     if not found.passed:
         raise typer.Exit(FAILED)

@@ -32,8 +32,9 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         name: Its name with the folders around it, as `tail` returns it: code in `tests` or `data`
             is run by the host.
         options: `strict`, whether values of unknown kind count as traced inside a step; `facts`,
-            the functions of the file that only steps in other files reach, and `own`, the packages
-            for CUDA that the linted code itself is, if there are any.
+            the functions of the file that only steps in other files reach, `own`, the packages
+            for CUDA that the linted code itself is, if there are any, and `fixes`, whether to say
+            which findings have a fix, true if left out.
 
     Returns:
         As JSON: `checked` as of `Checked.to_json`, and `summary` for `connect`, null where the file
@@ -41,8 +42,7 @@ def check(data: bytes, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """
     reached = frozenset(options.get("facts", ()))
     try:
-        own = frozenset(options.get("own", ()))
-        checked, summary = _check(read_source(data, name), name, options["strict"], reached, own)
+        checked, summary = _check(read_source(data, name), name, options, reached)
         return {"checked": checked.to_json(), "summary": summary}
     except UnreadableError as error:
         problem = Problem("", error.reason, error.trouble)
@@ -88,16 +88,18 @@ def parse(source: Source, name: str = "") -> Module:
 
 
 def _check(
-    source: Source, name: str, strict: bool, reached: frozenset[str], own: frozenset[str]
+    source: Source, name: str, options: Mapping[str, Any], reached: frozenset[str]
 ) -> tuple[Checked, dict[str, Any]]:
     # Imported late: an answer from the cache needs no rules.
     from tpuport.rules._discovery import find_rules
 
     module = parse(source, name)
     kinds = Inference(module, Roles(module, reached=reached))
-    context = Context(module, kinds, strict=strict, own=own)
+    own = frozenset(options.get("own", ()))
+    context = Context(module, kinds, strict=options["strict"], own=own)
     found = matches(context, [rule() for rule in find_rules()])
-    fixes = [] if module.is_newer else prospects(context, found)
+    asked = options.get("fixes", True) and not module.is_newer
+    fixes = prospects(context, found) if asked else []
     safeties = {id(match): safety for match, safety in fixes}
     directives = find_directives(module.text.text)
     steps = _steps(context)

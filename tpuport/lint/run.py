@@ -101,9 +101,9 @@ def _summaries(names: Sequence[str], answers: "Sequence[Json | FileFailure]") ->
     }
 
 
-def run_source(data: bytes, name: str, *, strict: bool = False) -> Checked:
-    """Check source that does not come from a file."""
-    return _checked(attempt(check, data, name, {"strict": strict}), name)
+def run_source(data: bytes, name: str, *, strict: bool = False, fixes: bool = True) -> Checked:
+    """Check source that does not come from a file; say which findings have a fix if `fixes`."""
+    return _checked(attempt(check, data, name, {"strict": strict, "fixes": fixes}), name)
 
 
 def processors() -> int:

@@ -1,0 +1,1 @@
+"""Servers for coding agents (MCP) and editors (language server protocol)."""

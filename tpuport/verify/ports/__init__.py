@@ -1,0 +1,1 @@
+"""Comparison of a port that others wrote with its PyTorch original."""
