@@ -149,3 +149,46 @@ def test_any_number_of_rounds() -> None:
         pairs = zip(gradient(count, weight, start), wanted(count, weight, start), strict=True)
         for found, right in pairs:
             assert jnp.allclose(found, right, rtol=1e-5), count
+
+
+class KnownFirst(nn.Module):
+    """Python knows that there is a first round; each of its branches would be a path by itself."""
+
+    def half(self, x: torch.Tensor) -> torch.Tensor:
+        self.last = x[0]
+        return x / 2
+
+    def forward(self, x: torch.Tensor) -> Any:
+        t, rounds, self.last = torch.tensor(0.0), 0, x[1]
+        while t < 1.0:
+            if x.sum() > 4:
+                x = self.half(x)
+            if x.max() < 1:
+                x = self.half(x) + 0.5
+            if x.min() < 0.2:
+                x = self.half(x) + 0.25
+            t = t + 0.25 + x.min().sigmoid() / 4
+            rounds += 1
+        return x, rounds
+
+
+class ShapedByTheFirst(nn.Module):
+    """The first round gives a tensor another shape, so that Python has to run it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total, t = torch.zeros(1), torch.tensor(0.0)
+        while t < 1.0:
+            total = total + x
+            t = t + x.abs().max()
+        return total
+
+
+@pytest.mark.parametrize("module", [KnownFirst, ShapedByTheFirst])
+def test_rounds_that_python_knows(module: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    ported = tpuport.convert(module(), verify=False)
+    for _ in range(2):
+        x = torch.rand(3) * 3
+        want, have = module()(x), tpuport.to_torch(ported(x))
+        for one, other in zip(jax.tree.leaves(want), jax.tree.leaves(have), strict=True):
+            torch.testing.assert_close(torch.as_tensor(other), torch.as_tensor(one))

@@ -32,6 +32,7 @@ from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import SERIALS, Flow, Storage, TracedTensor, wrap
 from tpuport.tracing.core.transforms import refuse_loop
 from tpuport.tracing.core.values import flow_of, value_of
@@ -385,6 +386,50 @@ class _Outside:
             yield self._now()
         finally:
             outside.write(places, before)
+
+
+def begun_while(
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    is_known: bool,
+) -> Any:
+    """Run a loop whose first rounds Python can run, as it knows that the test holds.
+
+    Each branch in such a round would be a path of its own through all that follows. Where a traced
+    value ends the loop later, the trace begins again with all rounds on the device, unless that is
+    refused.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values.
+        is_known: Whether Python knows the truth of the test, which it does at the first round.
+
+    Returns:
+        The carried values at the end; None if Python is to run a round.
+
+    Raises:
+        RestartTrace: what was found is noted for the next attempt.
+    """
+    trace = current()
+    assert trace is not None
+    if trace.explorer is None:
+        return None if is_known else traced_while(test, body, operands)
+    loops, key = trace.explorer.plan.loops, ("begins on the device", user_line())
+    if not is_known:
+        if key not in loops:
+            loops[key] = True
+            raise RestartTrace()
+        return traced_while(test, body, operands)
+    if not loops.get(key):
+        return None
+    try:
+        return traced_while(test, body, operands)
+    except PortError as error:
+        loops[key] = False
+        raise RestartTrace() from error
 
 
 def traced_while(
