@@ -106,6 +106,47 @@ class Normalised(nn.Module):
         return [(one * one.cos()).sum() for one in found]
 
 
+def composed(x):
+    rows = x[x[:, 0] > 0]
+    return [
+        nn.functional.cosine_similarity(rows, rows.flip(1)),
+        nn.functional.cosine_similarity(rows[None], rows[:, None], dim=-1),
+        nn.functional.pairwise_distance(rows, 2 * rows),
+        nn.functional.triplet_margin_loss(rows, rows * 2, rows.flip(1)),
+        torch.dist(rows, rows * 2),
+        torch.mv(rows, torch.arange(3.0)),
+        torch.dot(rows[:, 0], rows[:, 1]),
+        *torch.aminmax(rows, dim=0),
+        rows.sum() * torch.allclose(rows, rows),
+        rows.cummax(0).values * rows.cummin(0).values,
+        rows.logcumsumexp(0),
+        torch.index_put(rows, (torch.tensor([0]),), torch.tensor(2.0)),
+    ]
+
+
+def by_row(x):
+    rows = x[x[:, 0] > 0]
+    deep = torch.stack([rows, rows * 2], 1)
+    return [
+        rows.unfold(1, 2, 1),
+        torch.linalg.cross(rows, rows * 2 + 1),
+        rows.index_copy(1, torch.tensor([0]), rows[:, 1:2]),
+        rows.index_fill(1, torch.tensor([0]), 2.0),
+        rows.scatter(1, (rows[:, :1] > 1).long(), 1.0),
+        rows.scatter_add(1, (rows > 1).long(), rows * 2),
+        rows.index_add(1, torch.tensor([0, 0]), rows[:, 1:]),
+        nn.functional.conv1d(deep, torch.arange(12.0).reshape(3, 2, 2)),
+        nn.functional.avg_pool1d(deep, 2),
+        nn.functional.max_pool2d(deep[:, None], (1, 2)),
+        nn.functional.interpolate(deep, size=5),
+        nn.functional.interpolate(deep[:, None], size=(4, 4), mode="bilinear"),
+        torch.fft.rfft(rows, dim=1).abs(),
+        torch.complex(rows, rows * 2).abs(),
+        nn.functional.prelu(rows, torch.tensor([0.1])),
+        torch.baddbmm(deep, deep[:, :, :2], deep),
+    ]
+
+
 def flat(value):
     if isinstance(value, (list, tuple)):
         return [leaf for part in value for leaf in flat(part)]
@@ -122,7 +163,9 @@ def summed(leaves):
     return sum(terms[1:], terms[0])
 
 
-@pytest.mark.parametrize("function", [order, quantiles, moved, compared, distinct])
+@pytest.mark.parametrize(
+    "function", [order, quantiles, moved, compared, distinct, composed, by_row]
+)
 def test_statistics_of_selected_elements(function):
     ported = tpuport.convert(function, verify=False)
     for x in inputs():

@@ -166,13 +166,14 @@ def handed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     module = ModuleType("tpuport.tracing.control_flow.cond")
 
     def stand_in(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            calls.append((name, *args))
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append((name, *args, *options.values()))
             return Traced()
 
         return call
 
-    for name in ("traced_cond", "traced_while", "traced_for", "traced_check", "traced_number"):
+    names = ("cond", "while", "for", "check", "number")
+    for name in (*(f"traced_{name}" for name in names), "begun_while"):
         setattr(module, name, stand_in(name))
     vars(module).update(Unasked=SimpleNamespace(FOUND="found"), computed=lambda second: second())
     for name in ("cond", "while_loop", "for_rows"):
@@ -197,8 +198,8 @@ def test_a_loop_may_become_traced_on_the_way(handed: list[tuple[Any, ...]]):
         return i < 2 or Traced()
 
     ops.while_loop(test, lambda i: (i + 1,), (0,))
-    ((name, _, _, operands),) = handed
-    assert (name, operands) == ("traced_while", (2,))
+    ((name, _, _, operands, is_known),) = handed
+    assert (name, operands, is_known) == ("begun_while", (2,), False)
 
 
 def test_numbers_go_to_the_tracer(handed: list[tuple[Any, ...]]):

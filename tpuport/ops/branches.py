@@ -1,5 +1,6 @@
 """Branches, loops and checks on values, for rewritten code."""
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -60,18 +61,32 @@ def while_loop(
         from tpuport.tracing.control_flow.growing_loop import counted_while
 
         return counted_while(test, body, operands)
+    ran = 0
     while True:
         again = test(*operands)
-        if is_traced(again):
-            if is_plain(again):
-                from tpuport.ops.torchax.control_flow import traced_while
-            else:
-                from tpuport.tracing.control_flow.while_loop import traced_while
+        if is_plain(again):
+            from tpuport.ops.torchax.control_flow import traced_while
 
             return traced_while(test, body, operands)
+        if is_traced(again) and not ran:
+            from tpuport.tracing.control_flow.while_loop import traced_while
+
+            return traced_while(test, body, operands)
+        if is_traced(again) or (again and not ran and _inside_trace()):
+            from tpuport.tracing.control_flow.while_loop import begun_while
+
+            made = begun_while(test, body, operands, is_known=not is_traced(again))
+            if made is not None:
+                return made
         if not again:
             return operands
         operands = body(*operands)
+        ran += 1
+
+
+def _inside_trace() -> bool:
+    active = sys.modules.get("tpuport.tracing.core.active")
+    return active is not None and active.innermost() is not None
 
 
 def for_each(

@@ -141,6 +141,7 @@ def refuse_effects(
     *,
     entering: Iterable[str] = (),
     merged: Iterable[str] = (),
+    watched: Iterable[str] = (),
 ) -> None:
     """Raise unless code only computes values and binds names.
 
@@ -149,13 +150,17 @@ def refuse_effects(
         context: The file and what is inferred about it.
         entering: Names whose earlier value the code may use.
         merged: Names whose objects it may change: those changes become results.
+        watched: Names whose methods it may call for their effects, as what they change is seen when
+            it runs.
 
     Raises:
         NotFixable: the code writes to an object that other code may see, or suspends the function.
     """
     fresh, operands = fresh_names(code) - set(entering), set(merged)
+    objects = set(watched)
     for node in walk_scope(code):
-        effect = None if _is_merged(node, operands) else _effect(node, fresh)
+        is_known = _is_merged(node, operands) or _is_method_call(node, objects)
+        effect = None if is_known else _effect(node, fresh)
         if effect is not None:
             line = context.module.origin(node)
             raise NotFixable(
@@ -174,6 +179,14 @@ def _is_merged(node: ast.AST, operands: set[str]) -> bool:
             pass
     changed = _changed_object(node)
     return changed is not None and _root(changed) in operands
+
+
+def _is_method_call(node: ast.AST, objects: set[str]) -> bool:
+    match node:
+        case ast.Expr(value=ast.Call(func=ast.Attribute(value=value))):
+            return _root(value) in objects
+        case _:
+            return False
 
 
 def _effect(node: ast.AST, fresh: set[str]) -> str | None:

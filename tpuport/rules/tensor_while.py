@@ -3,7 +3,7 @@
 import ast
 
 from tpuport.rules._blocks import Layout
-from tpuport.rules._effects import refuse_changed_operands, refuse_effects
+from tpuport.rules._effects import changed_names, refuse_changed_operands, refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, end_of, is_range, refuse_loop_exits
 from tpuport.rules._rule import Example, Rule
@@ -36,7 +36,9 @@ class TensorWhile(Rule):
     ## Fix safety
     The fix is exact in eager PyTorch. There is none where the loop is left by `break`, `return` or
     `continue`, where a variable that it carries may be unbound before it, or where its body writes
-    to an object that others see. A `lax.while_loop` has no reverse-mode gradient.
+    to an object that others see; `convert` carries attributes and items that a round replaces.
+    A `lax.while_loop` has no reverse-mode gradient under plain torchax. `convert` gives it one, of
+    first order: the backward pass runs the rounds again.
 
     ## References
     https://docs.jax.dev/en/latest/_autosummary/jax.lax.while_loop.html
@@ -154,12 +156,16 @@ class TensorWhile(Rule):
         # The next iteration also reads the variables that the body assigns.
         after = flow.after[node] | flow.after[node.body[-1]]
         # What else a round changes of a loop that makes a tensor longer is seen when it runs.
-        lift = Lift(node, [node.body], context, after=after, effects=context.grows(node))
+        lift = Lift(node, [node.body], context, after=after, effects=context.is_live)
+        if context.is_live and not context.grows(node):
+            changed = changed_names(node.body)
+            known = {"merged": changed, "watched": ("self",)}
+            refuse_effects(node.body, context, entering=lift.operands, **known)
         refuse_changed_operands(node.body, context, carried=lift.outputs)
         for name in lift.outputs:
             if name not in lift.bound_before:
                 raise NotFixable(f"{name} may be unbound before the loop")
-        if not lift.outputs:
+        if not lift.outputs and not context.is_live:
             raise NotFixable("no variable that its test could read changes in its body")
         return Fix((_loop_edit(node, lift.outputs, context),), (OPS,))
 
@@ -182,7 +188,9 @@ def _loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
     more = ", grows=True" if context.grows(node) else ""
     call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state}{more})"
     target = state if len(carried) == 1 else ", ".join(carried)
-    return layout.edit([*functions, layout.line(f"{target} = {call}")], expressions, gap=True)
+    return layout.edit(
+        [*functions, layout.line(f"{target} = {call}" if target else call)], expressions, gap=True
+    )
 
 
 # Their calls take numbers, or give more than rows.

@@ -131,6 +131,10 @@ class Surroundings:
         """Return the values that are in some places now."""
         return tuple(_part(children(self.snapshot.saved[p.holder][0]), p) for p in places)
 
+    def first(self, places: Sequence[Place]) -> tuple[Any, ...]:
+        """Return the values that were in some places when this was made."""
+        return tuple(_part(self.states[0][p.holder], p) for p in places)
+
     def has(self, places: Sequence[Place]) -> bool:
         """Return whether there are these places."""
         contents = self.states[0]

@@ -1,17 +1,21 @@
 """`while` loops on traced values as `lax.while_loop`."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
-from jax.custom_derivatives import linear_call
+from jax import lax
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.growth import Place, Surroundings
+from tpuport.tracing.control_flow.loop_gradient import while_with_gradient
 from tpuport.tracing.control_flow.merge import (
     Decisions,
     branch_leaf,
@@ -22,13 +26,13 @@ from tpuport.tracing.control_flow.merge import (
     number_kind,
     shared_write,
 )
-from tpuport.tracing.control_flow.reached import Closures
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import SERIALS, Flow, Storage, TracedTensor, wrap
 from tpuport.tracing.core.transforms import refuse_loop
 from tpuport.tracing.core.values import flow_of, value_of
@@ -47,6 +51,14 @@ class _Raises(Exception):
         self.error = error
 
 
+class _Changes(BaseException):
+    """A round changes places that the loop does not carry yet; no code of the user's catches it."""
+
+    def __init__(self, places: set[Place]) -> None:
+        super().__init__()
+        self.places = places
+
+
 class _Again(Exception):
     """A round writes to memory from before the loop that the loop does not carry yet."""
 
@@ -57,11 +69,11 @@ class _Loop:
     def __init__(
         self,
         trace: Trace,
-        test: Callable[..., Any],
-        body: Callable[..., Any],
+        outside: "_Outside",
         operands: tuple[Any, ...],
     ) -> None:
-        self.trace, self.test, self.body = trace, test, body
+        self.trace, self.test, self.body = trace, outside.test, outside.body
+        self.roots = outside.roots
         leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf, shared=False)
         self.leaves = leaves
         self.metas = [leaf_meta(leaf) for leaf in leaves]
@@ -88,14 +100,16 @@ class _Loop:
         while True:
             start = (self.initial, self.memory.initial(), counts, code, jnp.bool_(False))
             try:
-                final, memory, counts, code, ran = jax.lax.while_loop(
-                    self._holds, self._step, start
-                )
+                final, memory, counts, code, ran = self._loop(start)
                 break
             except _Again:
                 self._enter(draws, code)
                 decisions.restore()
                 self.same, self.kept, self.old = [], set(), {}
+            except _Changes:
+                self._enter(draws, code)
+                decisions.restore()
+                raise
             except _Raises as raised:
                 self._enter(draws, code)
                 raise_if(truth(self._call(self.test, self.initial)), raised.error)
@@ -103,19 +117,33 @@ class _Loop:
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
         self._enter(counts if self.drawn else draws, code)
         self._check_condition(final, memory)
-        refusal = error_here(
-            "a while loop on a traced value has no gradient: the number of its rounds, whose"
-            " results the backward pass would need, is not known when it is compiled",
-            code="TPU104",
-            remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
-        )
-        values = [_forward_only(value, refusal) for value in final]
-        self.memory.write([_forward_only(value, refusal) for value in memory], self.flows)
+        values = final
+        self.memory.write(memory, self.flows)
         if not torch.is_grad_enabled():
             values = self._with_gradients(values, ran)
         result = self._variables(values, self.kept)
         self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
         return result
+
+    def _loop(self, start: _Carried) -> _Carried:
+        flat, tree = jax.tree.flatten(start)
+        with int64.scope():  # none is of a weak type
+            flat = [lax.convert_element_type(x, x.dtype) for x in flat]
+
+        def step(*values: jax.Array) -> Any:
+            return self._step(jax.tree.unflatten(tree, values))
+
+        def holds(*values: jax.Array) -> Any:
+            return self._holds(jax.tree.unflatten(tree, values))
+
+        test = jax.make_jaxpr(holds)(*flat)
+        body = jax.make_jaxpr(step)(*flat)
+        refusal = error_here(
+            "a while loop on a traced value has no second derivative",
+            code="TPU104",
+            remedy="loop a fixed number of times and select with torch.where, or detach its inputs",
+        )
+        return jax.tree.unflatten(tree, while_with_gradient(test, body, flat, refusal))
 
     def _with_gradients(self, values: list[jax.Array], ran: jax.Array) -> list[jax.Array]:
         """Give a variable under no_grad the gradient that it has if no round replaced it."""
@@ -178,7 +206,7 @@ class _Loop:
         self.first_serial = next(SERIALS)
         if explorer is None:
             return function(*variables)
-        return explorer.run_inside("loop", lambda: function(*variables), [variables])
+        return explorer.run_inside("loop", lambda: function(*variables), [variables, *self.roots])
 
     def _drew(self, counts: list[jax.Array]) -> bool:
         return any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
@@ -186,14 +214,11 @@ class _Loop:
     def _holds(self, carried: _Carried) -> jax.Array:
         values, memory, counts, code, _ = carried
         self._enter(counts, code)
-        reached = Closures(self.test)
         with self.memory.holding(memory), self.trace.recording() as effects:
             value = truth(self._call(self.test, values))
             writes = self._written(effects) or self.memory.wrote(self.inside)
-        changes = reached.changed()
-        if self._drew(counts) or writes or changes:
-            does = "changes Python values" if changes else "draws random numbers"
-            does = "writes to tensors" if writes else does
+        if self._drew(counts) or writes:
+            does = "writes to tensors" if writes else "draws random numbers"
             raise port_error(
                 f"the condition of a while loop on a traced value {does}",
                 code="TPU104",
@@ -211,18 +236,20 @@ class _Loop:
         values, memory, counts, code, ran = carried
         self._enter(counts, code)
         self._check_condition(values, memory)
-        reached = Closures(self.body)
         with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)
                 self.memory.refuse_by_autograd()
+            except _Changes:
+                effects.undo()
+                raise
             except Exception as error:
                 if isinstance(error, TpuportError) or is_of_numbers(error) or is_of_jax(error):
                     raise
                 effects.undo()
                 raise _Raises(error) from None
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
-            changed = spec.key != self.spec.key or reached.changed()
+            changed = spec.key != self.spec.key
             if not changed and self.memory.note(self._written(effects), self.inside, found):
                 effects.undo()
                 raise _Again
@@ -290,37 +317,119 @@ class _Loop:
         if any(extents_of(leaf) for leaf in found):
             raise unsized("a value that a while loop carries")
         if effects.rebound or effects.wrote_on_host or changed:
-            raise port_error(
-                "a while loop on a traced value changes Python values, or the `.data` of tensors,"
-                " that it does not carry",
-                code="TPU104",
-                remedy="loop a fixed number of times and select with torch.where",
-            )
+            raise _uncarried()
 
 
-def _forward_only(value: jax.Array, refusal: PortError) -> jax.Array:
-    """Return a value that raises when a backward pass reaches it."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact) or int64.is_wide(value):
-        return value  # wide values are Python numbers, which have no gradient
-
-    def refuse(_: Any, cotangent: jax.Array) -> jax.Array:
-        raise refusal
-
-    @jax.custom_jvp
-    def same(value: jax.Array) -> jax.Array:
-        return value
-
-    @same.defjvp
-    def same_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> Any:
-        return primals[0], linear_call(lambda _, t: t, refuse, (), tangents[0])
-
-    return same(value)
+def _uncarried() -> PortError:
+    return port_error(
+        "a while loop on a traced value changes Python values, or the `.data` of tensors, that it"
+        " does not carry",
+        code="TPU104",
+        remedy="loop a fixed number of times and select with torch.where",
+    )
 
 
 def _breadth(value: jax.Array) -> int:
     """Rank the dtype of an array: bool, then integers, then floats, then complex numbers."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     return next(i for i, kind in enumerate(kinds) if jnp.issubdtype(value.dtype, kind))
+
+
+class _Outside:
+    """The functions of a loop, which also carry what a round changes in the objects they reach.
+
+    `self.state = self.step(self.state)` makes an attribute a variable of the loop. It has its
+    value from before the loop again while none of the functions runs.
+    """
+
+    def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
+        self.functions = (test, body)
+        self.owners = [one.__self__ for one in self.functions if isinstance(one, MethodType)]
+        self.places: tuple[Place, ...] = ()
+        self.surroundings = self._now()
+        self.roots = [*self.surroundings.held, *self.owners]
+
+    def _now(self) -> Surroundings:
+        return Surroundings(self.functions, self.owners)
+
+    def test(self, operands: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
+        """Return whether there is another round."""
+        with self._holding(held) as begun:
+            made = self.functions[0](*operands)
+            if begun.changed() != set():
+                raise port_error(
+                    "the condition of a while loop on a traced value changes Python values",
+                    code="TPU104",
+                    remedy="do that in the body of the loop",
+                )
+        return made
+
+    def body(self, operands: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
+        """Run a round, and return the variables and the values in the places."""
+        with self._holding(held) as begun:
+            made = tuple(self.functions[1](*operands))
+            changed = begun.changed()
+            if changed is None:
+                raise _uncarried()
+            more = tuple(changed - set(self.places))
+            if more:
+                self.surroundings.write(more, begun.first(more))
+                raise _Changes(set(more))
+            return made, self.surroundings.read(self.places)
+
+    @contextlib.contextmanager
+    def _holding(self, held: tuple[Any, ...]) -> Iterator[Surroundings]:
+        outside, places = self.surroundings, self.places
+        before = outside.read(places)
+        outside.write(places, held)
+        try:
+            yield self._now()
+        finally:
+            outside.write(places, before)
+
+
+def begun_while(
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    is_known: bool,
+) -> Any:
+    """Run a loop whose first rounds Python can run, as it knows that the test holds.
+
+    Each branch in such a round would be a path of its own through all that follows. Where a traced
+    value ends the loop later, the trace begins again with all rounds on the device, unless that is
+    refused.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values.
+        is_known: Whether Python knows the truth of the test, which it does at the first round.
+
+    Returns:
+        The carried values at the end; None if Python is to run a round.
+
+    Raises:
+        RestartTrace: what was found is noted for the next attempt.
+    """
+    trace = current()
+    assert trace is not None
+    if trace.explorer is None:
+        return None if is_known else traced_while(test, body, operands)
+    loops, key = trace.explorer.plan.loops, ("begins on the device", user_line())
+    if not is_known:
+        if key not in loops:
+            loops[key] = True
+            raise RestartTrace()
+        return traced_while(test, body, operands)
+    if not loops.get(key):
+        return None
+    try:
+        return traced_while(test, body, operands)
+    except PortError as error:
+        loops[key] = False
+        raise RestartTrace() from error
 
 
 def traced_while(
@@ -336,4 +445,14 @@ def traced_while(
     trace = current()
     assert trace is not None
     refuse_loop()
-    return _Loop(trace, test, body, operands).run()
+    outside = _Outside(test, body)
+    while True:
+        held = outside.surroundings.read(outside.places)
+        try:
+            loop = _Loop(trace, outside, (operands, held))
+            operands, held = loop.run()
+        except _Changes as changes:
+            outside.places += tuple(sorted(changes.places, key=str))
+            continue
+        outside.surroundings.write(outside.places, held)
+        return operands

@@ -324,7 +324,8 @@ class NumberNode:
             return NumberNode(self.held == jnp.floor(self.held), bool)
 
     def sym_int(self) -> "NumberNode":
-        return self._whole(jnp.trunc, self.low, self.high)
+        low, high = (math.trunc(b) if math.isfinite(b) else b for b in (self.low, self.high))
+        return self._whole(jnp.trunc, low, high)
 
     def _whole(
         self,
@@ -621,16 +622,21 @@ for _name, _operation, _result in (
     setattr(NumberNode, _name, _arithmetic(_name, _operation, _result))
 
 
-for _name, _operation in (
-    ("floor", jnp.floor),
-    ("ceil", jnp.ceil),
-    ("trunc", jnp.trunc),
+for _name, _operation, _exact in (
+    ("floor", jnp.floor, math.floor),
+    ("ceil", jnp.ceil, math.ceil),
+    ("trunc", jnp.trunc, math.trunc),
 ):
-    setattr(
-        NumberNode,
-        _name,
-        lambda self, _op=_operation: self._whole(_op),
-    )
+
+    def _method(
+        self: NumberNode,
+        _operation: Callable[..., jax.Array] = _operation,
+        _exact: Callable[[float], int] = _exact,
+    ) -> NumberNode:
+        bounds = (_exact(b) if math.isfinite(b) else b for b in (self.low, self.high))
+        return self._whole(_operation, *bounds)
+
+    setattr(NumberNode, _name, _method)
 
 
 for _name in (

@@ -51,11 +51,13 @@ class Storage:
 
     `stride` is the torch layout of the tensor that made it (the value is in logical order), `flow`
     that of the values written to it since. `held` is the value, of 64 bits if an int64 result may
-    need them (`wide`); `value` is what operations take that know 32 bits only.
+    need them (`wide`); `value` is what operations take that know 32 bits only. `bounds` holds a
+    value, its dtype, and the bounds of all of its elements.
     """
 
     __slots__ = (
         "__weakref__",
+        "bounds",
         "flow",
         "held",
         "narrow",
@@ -73,6 +75,7 @@ class Storage:
         self.stride: tuple[int, ...] | None = None
         self.trace = trace
         self.serial = next(SERIALS)
+        self.bounds: tuple[jax.Array, torch.dtype, tuple[float, float]] | None = None
         if trace is not None:
             trace.created(self)
 
@@ -111,7 +114,7 @@ class TracedTensor(backend.TorchaxTensor):
     # are padding.
     _extents: dict[int, Any] | None = None
     # The storage and version that `_bounds` hold for, and the bounds.
-    _bounds_of: "tuple[Storage, int, tuple[int, int] | None] | None" = None
+    _bounds_of: "tuple[Storage, int, tuple[float, float] | None] | None" = None
     # The storage and version that hold ascending integers, as positions and distinct values are.
     _ascends_of: "tuple[Storage, int] | None" = None
     # Where it was made by joining tensors: see `loop_sites`.
@@ -282,18 +285,24 @@ class TracedTensor(backend.TorchaxTensor):
         return written
 
     @property
-    def _bounds(self) -> tuple[int, int] | None:
-        """Return the smallest and largest value that an integer tensor can hold.
+    def _bounds(self) -> tuple[float, float] | None:
+        """Return the smallest and largest value that a tensor of integers or drawn floats can hold.
 
         None where no op guarantees them, or the tensor was written since.
         """
         known = self._bounds_of
         if known is None or known[0] is not self._storage or known[1] != self._storage.version:
+            return self._storage_bounds()
+        return known[2] or self._storage_bounds()
+
+    def _storage_bounds(self) -> tuple[float, float] | None:
+        known = self._storage.bounds
+        if known is None or known[0] is not self._storage.held or known[1] != self.dtype:
             return None
         return known[2]
 
     @_bounds.setter
-    def _bounds(self, bounds: tuple[int, int] | None) -> None:
+    def _bounds(self, bounds: tuple[float, float] | None) -> None:
         self._bounds_of = (self._storage, self._storage.version, bounds)
 
     @property
@@ -724,7 +733,7 @@ def item(tensor: TracedTensor) -> Any:
     if tensor.dtype is torch.bool:
         return decide(value) if identity_is_asked() else number(value, bool)
     if tensor.dtype.is_floating_point:
-        return number(value, float)
+        return number(value, float, *(tensor._bounds or (-math.inf, math.inf)))
     if tensor.dtype.is_complex:
         raise port_error(
             ".item() of a traced complex tensor",

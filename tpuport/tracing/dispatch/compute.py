@@ -2,10 +2,12 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from tpuport.foundation.errors import TpuportError
@@ -124,11 +126,38 @@ def _mark(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
         return
     values = result[0] if isinstance(result, tuple) and result else result
     if isinstance(values, TracedTensor) and values.dtype in _WHOLE and name not in _ARGUMENTS:
-        span = span_of(func, args, kwargs)
+        span = span_of(func, args, kwargs) or _truncated(func, args)
         if is_within(span, INT32):
             values._bounds = span
+    elif isinstance(values, TracedTensor) and values.dtype is torch.float32:
+        values._bounds = _drawn(func, args, kwargs)
     if name in _INDICES and (name in _ARGUMENTS or isinstance(result, tuple)):
         _mark_indices(func, args, kwargs, result[1] if isinstance(result, tuple) else result)
+
+
+def _truncated(func: Any, args: tuple[Any, ...]) -> tuple[int, int] | None:
+    """Return the bounds of integers that are made of floats with bounds."""
+    source = args[0] if args else None
+    if func._opname != "_to_copy" or not isinstance(source, TracedTensor) or not source._bounds:
+        return None
+    return math.trunc(source._bounds[0]), math.trunc(source._bounds[1])
+
+
+def _drawn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, float] | None:
+    """Return the bounds of float32 numbers that an op draws evenly, as `.item()` can ask for them.
+
+    A draw from 0 is below its upper limit, also when it is rounded.
+    """
+    low, high = 0.0, 1.0
+    if func._opname == "uniform":
+        low, high = (argument_of(func, name, args, kwargs) for name in ("from", "to"))
+    elif func._opname not in ("rand", "rand_like"):
+        return None
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float)) and low <= high):
+        return None
+    if low == 0 and high > 0:
+        high = float(np.nextafter(np.float32(high), np.float32(0)))
+    return (min(low, high), max(low, high))
 
 
 _WHOLE = {torch.int64, torch.int32}

@@ -208,6 +208,18 @@ def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
             remedy="allocate it with the result's shape",
         )
     write(target, held_of(new), flow=flow)
+    if isinstance(new, TracedTensor) and new._bounds and new.dtype == target.dtype:
+        _keep_bounds(target, new._bounds)
+
+
+def _keep_bounds(target: torch.Tensor, bounds: tuple[float, float]) -> None:
+    """Record the bounds of what was written, if it is all that the storage holds."""
+    trace = current()
+    traced = target if isinstance(target, TracedTensor) or trace is None else trace.alias(target)
+    if isinstance(traced, TracedTensor):
+        storage = traced._storage
+        if storage.held.size == torch.Tensor.numel(target):
+            storage.bounds = (storage.held, target.dtype, bounds)
 
 
 def _check_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tpuport.tracing.dynamic_shapes import (  # noqa: F401 - they register themselves
+    composed,
     creation,
     joining,
     ordering,
@@ -47,6 +48,12 @@ _POINTWISE |= {
     "detach",
     "alias",
     "contiguous",
+    "complex",
+    "_prelu_kernel",
+    "__and__",
+    "__or__",
+    "__xor__",
+    "empty_like",
 }
 
 
@@ -55,7 +62,10 @@ _ROWWISE = {
     "_log_softmax", "mm", "bmm", "addmm", "permute", "transpose", "t", "unsqueeze", "squeeze",
     "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
     "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat",
-    "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin",
+    "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin", "logcumsumexp",
+    "unfold", "linalg_cross",
+    "convolution", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
+    "upsample_nearest2d", "upsample_bilinear2d", "baddbmm", "_fft_r2c", "_fft_c2c", "_fft_c2r",
     "view_as_real", "view_as_complex", "_conj",
 }  # fmt: skip
 

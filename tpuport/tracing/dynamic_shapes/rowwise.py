@@ -49,7 +49,11 @@ def rowwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _meets_others(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether rows meet what is not padding: an operand that all share, or other rows."""
     shared = any(not extents_of(t) for t in tensors_of(args, kwargs))
-    return shared or func._opname in ("cumsum", "cumprod", "mm", "bmm", "addmm")
+    return shared or func._opname in _RUNNING or func._opname in ("mm", "bmm", "addmm")
+
+
+# What is at the end, as padding is, changes nothing before it.
+_RUNNING = {"cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"}
 
 
 # The growth of a dim in meta runs: a prime, so that the growth of the result shows its factor.
@@ -148,13 +152,24 @@ _ALONG = {
     "_log_softmax": 1,
     "gather": 1,
     "mode": 1,
-    "cummax": 1,
-    "cummin": 1,
     "select": 1,
     "unbind": 1,
     "split": 2,
     "split_with_sizes": 2,
     "glu": 1,
+    "unfold": 1,
+    "linalg_cross": 2,
+}
+# How many dims of the first operand are independent of each other, from the front; if it is
+# negative, all but so many.
+_INDEPENDENT = {
+    "convolution": 1,
+    "baddbmm": 1,
+    "avg_pool2d": -2,
+    "max_pool2d_with_indices": -2,
+    "_adaptive_avg_pool2d": -2,
+    "upsample_nearest2d": -2,
+    "upsample_bilinear2d": -2,
 }
 
 
@@ -168,6 +183,14 @@ def _refuse_mixing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         dim = dim_of(args, kwargs, _ALONG[name], default)
         if dim in extents:
             raise refuse(func, " along that dim")
+    free = _INDEPENDENT.get(name)
+    leading = first.dim() + free if free is not None and free < 0 else free
+    if leading is not None and any(
+        d >= leading for t in tensors_of(args, {}) for d in extents_of(t)
+    ):
+        raise refuse(func, " along that dim")
+    if name.startswith("_fft") and any(d % first.dim() in extents for d in args[1]):
+        raise refuse(func, " along that dim")
     if name == "native_layer_norm" and any(d >= first.dim() - len(args[1]) for d in extents):
         raise refuse(func, " over that dim")
     if name == "repeat" and any(args[1][len(args[1]) - first.dim() + d] != 1 for d in extents):

@@ -24,6 +24,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     wrap_now,
 )
 from tpuport.tracing.dynamic_shapes.handlers import handles, run
+from tpuport.tracing.dynamic_shapes.rowwise import rowwise
 from tpuport.tracing.dynamic_shapes.selection import (
     cut_to,
     expand_masks,
@@ -66,7 +67,8 @@ def index_put(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 node = NumberNode(size, int, size, size)
                 message = "shape mismatch: value tensor cannot be broadcast"
                 values = spread(strip(values), 0, count, node, size, message)
-        return run(func, (target, expanded, values, accumulate), {})
+        made = run(func, (target, expanded, values, accumulate), {})
+        return attach(made, dict(extents_of(target)))
     bound = max(torch.Tensor.size(i)[0] for i in expanded if i is not None and extents_of(i))
     keep = valid(node, bound)
     values = _matched_values(
@@ -172,6 +174,8 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     """
     target, dim, positions = args[0], args[1] % max(args[0].dim(), 1), args[2]
     node = extents_of(positions).get(0 if positions.dim() == 1 else dim)
+    if node is None and dim not in extents_of(target) and _share_rows(func, args):
+        return rowwise(func, args, kwargs)
     if node is None or extents_of(target):
         raise refuse(func)
     along = 0 if positions.dim() == 1 else dim
@@ -199,6 +203,16 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     rest = [_rows_to(a, dim, size) if isinstance(a, torch.Tensor) and a.dim() else a for a in rest]
     result = run(func, (extended, dim, moved, *rest), kwargs)
     return result.narrow(dim, 0, target.shape[dim])
+
+
+def _share_rows(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether all operands of a scatter have the data-dependent rows of its target."""
+    others = [a for a in args[3:] if isinstance(a, torch.Tensor) and a.dim()]
+    if not func._opname.startswith("index"):
+        others.append(args[2])
+    wanted = {dim: node.expr for dim, node in extents_of(args[0]).items()}
+    found = [{dim: node.expr for dim, node in extents_of(one).items()} for one in others]
+    return bool(wanted) and all(one == wanted for one in found)
 
 
 def _rows_to(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

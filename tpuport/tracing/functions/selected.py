@@ -97,6 +97,23 @@ def _corrcoef(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
     return (found / spread[:, None] / spread[None]).clamp(-1, 1)
 
 
+@function(torch.cosine_similarity)
+def _cosine(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the product of unit vectors; the least norm, `eps`, has no gradient of its own."""
+    given = _named(args, kwargs, "x1", "x2", "dim", "eps")
+    sources = [given["x1"], given["x2"]]
+    if not any(map(extents_of, sources)):
+        return NotImplemented
+    rank = max(source.dim() for source in sources)
+    dim = given.get("dim", 1) % rank - rank
+    units = []
+    for source in sources:
+        norm = torch.linalg.vector_norm(source, dim=dim, keepdim=True)
+        raised = norm.detach().clamp(min=given.get("eps", 1e-8)) - norm.detach()
+        units.append(source / (norm + raised))
+    return (units[0] * units[1]).sum(dim)
+
+
 @function(torch.isin)
 def _isin(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     given = _named(args, kwargs, "elements", "test_elements")

@@ -92,7 +92,6 @@ def _tensor_split(
     torch.cumulative_trapezoid,
     torch.kron,
     torch.Tensor.kron,
-    torch.cosine_similarity,
     torch.stft,
     torch.Tensor.stft,
     torch.istft,
