@@ -13,6 +13,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import SHOWN, Flow, Storage, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
+from tpuport.tracing.session.growing_arguments import sized
 from tpuport.tracing.state.module_state import state_tree
 from tpuport.tracing.state.request import TraceRequest
 
@@ -105,7 +106,10 @@ def traced_arguments(
                 trace.add_leaf(argument)
             made.append(argument)
     containers: dict[int, Any] = {}
-    args, kwargs = pytree.unflatten(request.spec, made, containers)
+    spec = request.spec
+    if request.lengths is not None:
+        spec = sized(trace, request.lengths, made, spec, request.leaves[-1])
+    args, kwargs = pytree.unflatten(spec, made, containers)
     return args, kwargs, made, containers
 
 

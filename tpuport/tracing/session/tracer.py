@@ -46,6 +46,7 @@ from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
+from tpuport.tracing.session.growing_arguments import refuse_effects
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
@@ -336,6 +337,7 @@ class Tracer:
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
         check(outcome.changed)
         outcome.placed = placed
+        refuse_effects(request.lengths, made, before, outcome)
         for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
             if version(tensor) != known or (
                 isinstance(tensor, torch.Tensor)
