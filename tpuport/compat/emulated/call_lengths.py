@@ -32,11 +32,13 @@ class _Form:
 
     Attributes:
         last: The one before.
+        single: Those that have a program of their own.
         known: The lengths that have a program.
         tried: How many ways of making one have failed.
     """
 
     last: Seen
+    single: set[Seen]
     known: list[Lengths] = field(default_factory=list)
     tried: int = 0
 
@@ -112,9 +114,17 @@ class CallLengths:
         form_key = method, key, kinds, modes
         form = self._forms.get(form_key)
         if form is None:
-            self._forms[form_key] = _Form(seen)
+            self._forms[form_key] = _Form(seen, {seen})
             return None
         last, form.last = form.last, seen
+        if seen in form.single:
+            return None
+        fit = self._in_series(form_key, form, last, seen)
+        if fit is None:
+            form.single.add(seen)
+        return fit
+
+    def _in_series(self, form_key: Any, form: _Form, last: Seen, seen: Seen) -> Fit | None:
         for one in sorted(form.known, key=lambda one: one.high):
             count = one.count(seen)
             if count is not None:

@@ -102,9 +102,9 @@ def series(first: Seen, last: Seen) -> Lengths | None:
     if any(dim == 0 and len(last.sizes[leaf]) > 1 for (leaf, dim), _ in sizes):
         return None
     every = [step for _, step in [*sizes, *numbers]]
-    if not every or min(every) * max(every) < 0:
+    if not every or min(every) < 1:
         return None
-    unit = math.gcd(*every) * (1 if every[0] > 0 else -1)
+    unit = math.gcd(*every)
     return Lengths(
         last,
         tuple((at, Steps(last.sizes[at[0]][at[1]], step // unit)) for at, step in sizes),
