@@ -8,6 +8,7 @@ import torch
 
 import tpuport
 from tpuport.compat.emulated import call_lengths
+from tpuport.compat.emulated.programs import PortWarning
 from tpuport.tracing.state.lengths import Lengths, Seen, Steps, series
 
 
@@ -140,6 +141,68 @@ def test_a_number_that_no_code_reads_makes_no_program() -> None:
     assert not scope.report.programs[0].retraces
 
 
+class Hooked(torch.nn.Module):
+    """A decoder whose cache is filled by hooks, as Whisper's is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, cache: dict[Any, torch.Tensor]) -> torch.Tensor:
+        key = self.key(x) if "fixed" not in cache else cache["fixed"]
+        return self.out(torch.softmax(x @ key.transpose(1, 2), -1) @ key)
+
+
+def test_a_hook_that_fills_an_argument_fills_the_callers_own() -> None:
+    def run(model: Any, device: str) -> torch.Tensor:
+        cache: dict[Any, torch.Tensor] = {}
+        made = []
+
+        def keep(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+            known = cache.get(module)
+            cache[module] = output if known is None else torch.cat([known, output], dim=1)
+            return cache[module]
+
+        handle = model.key.register_forward_hook(keep)
+        with torch.no_grad():
+            for i in range(4):
+                x = torch.arange(4.0).reshape(1, 1, 4).sin().to(device) * (i + 1)
+                made.append(model(x, cache).cpu())
+        handle.remove()
+        return torch.cat([*made, cache[model.key].cpu()], dim=1)
+
+    torch.manual_seed(0)
+    eager = Hooked()
+    expected = run(eager, "cpu")
+    with tpuport.porting() as scope:
+        model = Hooked().cuda()
+        model.load_state_dict(eager.state_dict())
+        with (
+            pytest.warns(PortWarning, match="the closure of a hook"),
+            pytest.warns(PortWarning, match="a hook of key holds an argument"),
+        ):
+            given = run(model, "cuda")
+    torch.testing.assert_close(given, expected)
+    # The layer with the hook runs in eager PyTorch.
+    assert [report.model for report in scope.report.programs] == ["Linear"]
+
+
+def test_a_hook_that_writes_to_what_its_closure_holds_is_refused() -> None:
+    layer, seen = torch.nn.Linear(2, 2), {}
+
+    def keep(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        seen["y"] = output + seen.get("y", 0)
+        return seen["y"]
+
+    layer.register_forward_hook(keep)
+    for held in ({}, {"y": torch.ones(1, 2)}):
+        seen.clear()
+        seen.update(held)
+        with torch.no_grad(), pytest.raises(tpuport.PortError, match="TPU406"):
+            tpuport.convert(layer)(torch.ones(1, 2))
+        assert list(seen) == list(held)
+
+
 def test_what_two_calls_have_in_common() -> None:
     found = series(Seen(((1, 7), (1, 7, 7)), (7, "'a'")), Seen(((1, 9), (1, 9, 9)), (11, "'a'")))
     assert found is not None
@@ -159,5 +222,7 @@ def test_what_two_calls_have_in_common() -> None:
     assert series(Seen(((1, 7), (7,)), ()), Seen(((1, 9), (6,)), ())) is None
     assert series(Seen(((7,),), ("'a'",)), Seen(((9,),), ("'b'",))) is None
     assert series(Seen(((7,),), ()), Seen(((7,),), ())) is None
+    # Shorter calls are no series: a step after its prompt.
+    assert series(Seen(((1, 9),), ()), Seen(((1, 7),), ())) is None
     # A batch.
     assert series(Seen(((1, 7),), ()), Seen(((2, 7),), ())) is None

@@ -34,6 +34,7 @@ from tpuport.tracing.guards.module_changes import (
     named,
     put,
     refuse_backward_hooks,
+    refuse_hooks_on_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.request import Alias
@@ -101,6 +102,7 @@ class LiveModel(PortedModel):
         """
         check_signature(self._user, method, args, kwargs)
         refuse_backward_hooks(self._user)
+        refuse_hooks_on_arguments(self._user, (args, kwargs))
         # Without torch's function modes, reading the tensors takes half the time.
         with torch._C.DisableTorchFunction():
             self._follow_shardings(args, kwargs)

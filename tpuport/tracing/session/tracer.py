@@ -21,7 +21,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Shim, installed
-from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.clone import Cloner
 from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.source.rewrite import live
 from tpuport.source.rewrite.codegen import nested_codes
@@ -52,6 +52,7 @@ from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
     refuse_text,
+    refuse_writes_in_closures,
     state_tensor,
     traced_arguments,
 )
@@ -381,7 +382,8 @@ class Tracer:
                 traced[name] = state_tensor(trace, tensor, values[name])
             return traced[name]
 
-        module, _ = clone_module(self.master, tensor_map)
+        cloner = Cloner(tensor_map)
+        module = cloner.clone(self.master)
         for name, leaf in tree.leaves.items():
             if name in traced:
                 trace.substitutes[id(leaf)] = traced[name]
@@ -389,7 +391,12 @@ class Tracer:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
-        check = overlaps.link(trace, tree.leaves, traced)
+        linked = overlaps.link(trace, tree.leaves, traced)
+
+        def check(changed: frozenset[str]) -> None:
+            linked(changed)
+            refuse_writes_in_closures(cloner.closed)
+
         if self.passes and method == "forward":
             return module, with_passes(self.master, module, self.passes), baked, check
         return module, self.method(module, method), baked, check
