@@ -188,13 +188,19 @@ class PortedModel(PortedState):
 
     def _prepare(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
         """Find or compile the program for a call, and collect its inputs."""
-        leaves, given = flattened((args, kwargs), self._placement)
+        leaves, given = self._flattened(args, kwargs)
         state = self._values()
         compiled, is_new = self._program_for(method, state, given, is_call=True)
         arguments.refuse_offsets(leaves, given.paths, compiled.outcome.placed)
         timing = compile_times(self.report) if is_new else contextlib.nullcontext()
         key = fresh_key() if compiled.outcome.uses_key else unused_key()
         return BoundCall(compiled, leaves, given, state, key, timing)
+
+    def _flattened(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], CallArguments]:
+        """Return the leaves of a call's arguments, and their arrays."""
+        return flattened((args, kwargs), self._placement)
 
     def _finish(self, call: BoundCall, results: Any) -> Any:
         """Apply a program's results: failed checks, changed arguments, new state, output."""
@@ -467,12 +473,7 @@ class PortedModel(PortedState):
         A program compiled ahead (`is_call` is false) is no retrace for the report.
         """
         signature = self._signature(method, given)
-        known, outside = self._cache.fitting(signature, state)
-        if known is None and outside is None and is_call and self._tracer.fallback is None:
-            known = unread_arguments.fitting(
-                *(self._cache.values(), signature, state, given),
-                lambda sealed: self._traced(signature, state, sealed)[0],
-            )
+        known, outside = self._known_program(signature, state, given, is_call=is_call)
         if known is not None:
             self._outside_changes, self._last_program = 0, known
             return known, False
@@ -488,6 +489,22 @@ class PortedModel(PortedState):
         self._cache.add(self._signature(method, given), made)
         self._last_program = made
         return made, True
+
+    def _known_program(
+        self, signature: Signature, state: dict[str, Any], given: CallArguments, *, is_call: bool
+    ) -> tuple[CachedProgram | None, str | None]:
+        """Return a program for such a call, or None and what has changed since the newest one.
+
+        One for other strings and numbers is right, too, if no code looks at them.
+        """
+        known, outside = self._cache.fitting(signature, state)
+        seals = is_call and self._tracer.fallback is None and given.lengths is None
+        if known is None and outside is None and seals:
+            known = unread_arguments.fitting(
+                *(self._cache.values(), signature, state, given),
+                lambda sealed: self._traced(signature, state, sealed)[0],
+            )
+        return known, outside
 
     def _signature(self, method: str, given: CallArguments) -> Signature:
         self._take_edits()
@@ -536,6 +553,7 @@ class PortedModel(PortedState):
                 concrete,
                 known,
                 wide=True,
+                lengths=given.lengths,
             )
             outcome = self._tracer.trace(request)
             placed = self._placement.state(outcome.state)

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.scan_layers.jaxpr_equal import same_program, same_structure
+from tpuport.tracing.state.lengths import Lengths
 from tpuport.tracing.state.request import TraceResult
 
 
@@ -123,12 +124,14 @@ class CallArguments:
             class.
         paths: their names.
         spec: the structure of the arguments.
+        lengths: which of them are longer at each call; their count is the last value.
     """
 
     values: list[Any]
     metas: list[Any]
     paths: list[str]
     spec: pytree.TreeSpec
+    lengths: Lengths | None = None
 
 
 def flattened(given: Any, placement: Placement = NOWHERE) -> tuple[list[Any], CallArguments]:
@@ -176,9 +179,10 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
     The values of the arguments in `host` are part of it.
     """
     metas, paths = call.metas, call.paths
+    largest = {} if call.lengths is None else dict(call.lengths.sizes)
     parts = tuple(
-        (path, "generator" if _is_class(meta) else _described(meta))
-        for path, meta in zip(paths, metas, strict=True)
+        (path, "generator" if _is_class(meta) else _described(meta, index, largest))
+        for index, (path, meta) in enumerate(zip(paths, metas, strict=True))
     )
     kinds = tuple(
         meta
@@ -212,9 +216,13 @@ _FLAGS = (
 )
 
 
-def _described(meta: torch.Tensor) -> str:
+def _described(meta: torch.Tensor, index: int, largest: Container[tuple[int, int]]) -> str:
     grad = " requires_grad" if meta.requires_grad else ""
-    return f"{str(meta.dtype)[6:]}{list(meta.shape)}{grad}"
+    sizes = (
+        f"up to {size}" if (index, dim) in largest else str(size)
+        for dim, size in enumerate(meta.shape)
+    )
+    return f"{str(meta.dtype)[6:]}[{', '.join(sizes)}]{grad}"
 
 
 def _is_class(meta: Any) -> bool:

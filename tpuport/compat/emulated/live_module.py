@@ -7,9 +7,10 @@ import jax
 import torch
 
 from tpuport.compat.emulated import gradients, spread
+from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import PortError
+from tpuport.foundation.errors import ParityError, PortError, TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
@@ -22,7 +23,7 @@ from tpuport.model.parity import verify
 from tpuport.model.parity.saved_inputs import saved_inputs
 from tpuport.model.parity.verify import Reference
 from tpuport.model.ported_model import PortedModel
-from tpuport.model.program_cache import BoundCall
+from tpuport.model.program_cache import BoundCall, CallArguments
 from tpuport.tracing.core import arguments
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
@@ -34,6 +35,7 @@ from tpuport.tracing.guards.module_changes import (
     named,
     put,
     refuse_backward_hooks,
+    refuse_hooks_on_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.request import Alias
@@ -66,6 +68,7 @@ class LiveModel(PortedModel):
         self._compared: gradients.DifferentiatedCall | None = None
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
+        self._lengths, self._fit = CallLengths(type(module)), None
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
@@ -100,6 +103,7 @@ class LiveModel(PortedModel):
         """
         check_signature(self._user, method, args, kwargs)
         refuse_backward_hooks(self._user)
+        refuse_hooks_on_arguments(self._user, (args, kwargs))
         # Without torch's function modes, reading the tensors takes half the time.
         with torch._C.DisableTorchFunction():
             self._follow_shardings(args, kwargs)
@@ -107,7 +111,7 @@ class LiveModel(PortedModel):
         before = self._values()
         self._python_changes.clear()
         with without_saved_tensors_hooks():
-            out = self._call(method, args, kwargs)
+            out = self._call_at_length(method, args, kwargs)
         if self._outside_values.changed():
             # Values that the call set at its first use.
             self._outside_values = self._outside.snapshot()
@@ -115,6 +119,50 @@ class LiveModel(PortedModel):
         self._give_back(before)
         self._share_buffers()
         return out
+
+    def _call_at_length(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method by a program for many lengths, if its calls have been getting longer."""
+        fit = self._fitting(method, args, kwargs)
+        while fit is not None:
+            self._fit = fit
+            try:
+                out = self._call(method, args, kwargs)
+            except ParityError:
+                raise
+            except (TpuportError, RuntimeError, TypeError, ValueError, IndexError) as error:
+                # Nothing was changed yet. The program for these sizes tells what is wrong.
+                fit = self._lengths.again(fit)
+                if fit is None:
+                    text = str(error).partition("\n")[0]
+                    self.report.notes.append(f"{method}: a program for each length, as {text}")
+            else:
+                self._lengths.keep(fit)
+                return out
+            finally:
+                self._fit = None
+        return self._call(method, args, kwargs)
+
+    def _fitting(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Fit | None:
+        if self._is_composed(method) or spread.mesh() is not None or self._tracer.fallback:
+            return None
+        if self._differentiates(args, kwargs):
+            return None
+        leaves, spec, _ = arguments.flatten_call((args, kwargs))
+        fit = self._lengths.fit(method, leaves, spec)
+        if fit is None or not fit.is_new or fit.lengths.sizes:
+            return fit
+        # A number may be one that no code looks at.
+        _, given = super()._flattened(args, kwargs)
+        self._wanted, state = None, self._values()
+        signature = self._signature(method, given)
+        known, _ = self._known_program(signature, state, given, is_call=True)
+        return fit if known is None else None
+
+    def _flattened(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[Any], CallArguments]:
+        leaves, given = super()._flattened(args, kwargs)
+        return (leaves, given) if self._fit is None else self._fit.arguments(leaves, given)
 
     def keep_loops(self, method: str) -> None:
         """Refuse the method if a loop that makes tensors longer would be compiled by rounds."""
@@ -302,10 +350,24 @@ class LiveModel(PortedModel):
     def _result(self, value: Any, meta: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value
+        if isinstance(meta, arguments.Unsized):
+            return self._trimmed(value, meta)
         made = arguments.from_program(value, meta)
         if not isinstance(made, torch.Tensor):
             return made
         return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+
+    def _trimmed(self, value: Any, meta: arguments.Unsized) -> torch.Tensor:
+        """Return the real elements of a result whose size depends on data.
+
+        torch takes them, as XLA would compile a program for each length.
+        """
+        array, sizes = value
+        made = gradients.host_tensor(array, meta.dtype)
+        with torch._C.DisableTorchFunction():
+            for dim, size in zip(meta.dims, sizes, strict=True):
+                made = made.narrow(dim, 0, int(size))
+            return tag(made.contiguous())
 
     def _share(self, call: BoundCall, given: list[Any]) -> None:
         """Return outputs that alias an argument or weight as that tensor or view, like eager."""
@@ -398,6 +460,8 @@ class LiveModel(PortedModel):
     def _path_of(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Other sizes take the same path; the other training mode or another option does not.
         key: Any = arguments.flatten_call((args, kwargs))[1].key
+        if self._fit is not None:
+            key = self._fit.path
         if self._is_composed(method):
             key = len(args), frozenset(kwargs)
         return method, key, self._state_version, self._number, torch.is_grad_enabled()

@@ -16,6 +16,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.rnn import PackedSequence
 
 from tpuport.compat.emulated import captured_outputs
+from tpuport.compat.emulated.call_lengths import CallLengths
 from tpuport.compat.emulated.live_module import LiveModel
 from tpuport.compat.emulated.report import Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
@@ -55,6 +56,7 @@ def forget() -> None:
     _DESCENDED.clear()
     _REFUSED.clear()
     _HOLDS_EAGER.clear()
+    CallLengths.failures.clear()
 
 
 def becomes_program(module: torch.nn.Module, method: str) -> bool:
@@ -115,6 +117,15 @@ def call(
         _forget_if_empty(module, settings)
         _say_descended(module, method, error, settings)
     return original(module, *args, **kwargs)
+
+
+def call_forward(
+    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call `forward`, which code names itself, as a program: without hooks it is a call."""
+    if _has_hooks(module):
+        return original(module, *args, **kwargs)
+    return call(module, method, original, args, kwargs)
 
 
 def _run(

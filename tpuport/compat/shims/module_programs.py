@@ -33,7 +33,8 @@ class ModuleProgram(Shim):
 class MethodProgram(Shim):
     """A method that the user named is one program, as a module call is.
 
-    So is one whose loop makes a tensor longer, if the loop can be one.
+    So is one whose loop makes a tensor longer, if the loop can be one, and `forward` where code
+    calls it itself.
     """
 
     TARGET = "torch.nn.Module.__init_subclass__"
@@ -65,7 +66,13 @@ def _named_methods(cls: type) -> list[Replacement]:
         return []
     ways = dict.fromkeys(growing_methods(cls), programs.attempt)
     ways |= dict.fromkeys(programs.program_methods(settings, cls), programs.call)
+    if "forward" in vars(cls) and not cls.__module__.startswith(_LIBRARIES):
+        ways["forward"] = programs.call_forward
     return [Replacement(cls, n, _as_program(cls.__dict__[n], n, way)) for n, way in ways.items()]
+
+
+# Their own code calls modules, not `forward`.
+_LIBRARIES = ("torch.", "transformers.", "diffusers.", "torchvision.", "timm.")
 
 
 def _as_program(original: Any, name: str, way: Any) -> Any:

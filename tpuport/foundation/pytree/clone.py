@@ -18,6 +18,7 @@ from tpuport.foundation.pytree.children import (
     ATOMIC,
     ATOMS,
     OPAQUE,
+    Children,
     blank_of,
     children,
     rebuilt,
@@ -54,6 +55,8 @@ class Cloner:
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
         self._cells: list[types.CellType] = []
+        # The copies of containers that local functions refer to, and what they held at first.
+        self.closed: list[tuple[Any, Children]] = []
 
     def clone(self, value: Any) -> Any:
         """Return the copy of a value; the same copy each time."""
@@ -120,7 +123,9 @@ class Cloner:
         if id(held) not in self.memo and type(held) in _CONTAINERS:
             self.keep.append(held)
             note = functools.partial(self.memo.__setitem__, id(held))
-            return rebuilt(children(held), self._bound, note)
+            made = rebuilt(children(held), self._bound, note)
+            self.closed.append((made, children(made)))
+            return made
         return self.memo.get(id(held), held)
 
     def _other(self, value: Any) -> Any:

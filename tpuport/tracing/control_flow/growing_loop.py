@@ -28,19 +28,23 @@ from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.speculation import RestartTrace
-from tpuport.tracing.core.sym_node import Linear, NumberNode
+from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import SERIALS, TracedTensor, version, wrap
 from tpuport.tracing.core.transforms import transforming
 from tpuport.tracing.core.values import flow_of, value_of
-from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, note_dynamic, strip
+from tpuport.tracing.dynamic_shapes.extents import (
+    along,
+    attach,
+    extents_of,
+    note_dynamic,
+    strip,
+)
 
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
 _MOST_ROUNDS = 1 << 16
 _CANNOT = "a loop whose tensors grow cannot be one program: "
-# Numbers are computed in 32 bits.
-_LARGEST = 1 << 30
 
 # Values, draws, the failed check, whether the loop has ended, and its rounds.
 _Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array]
@@ -73,7 +77,7 @@ class _Range:
     def number(self, peel: int, index: NumberNode) -> Any:
         """Return the number of a round, counted from those that are alike."""
         start = self.numbers.start + peel * self.numbers.step
-        return sym_numbers.from_node(_along(index, start, self.numbers.step))
+        return sym_numbers.from_node(along(index, start, self.numbers.step))
 
 
 class _While:
@@ -350,7 +354,7 @@ class _Growing:
         made = wrap(next(values), one.dtype, trace=self.trace, flow=one.flow)
         if rounds is None or one.dim is None:
             return made
-        return attach(made, {one.dim: _along(rounds, one.start[one.dim], one.step)})
+        return attach(made, {one.dim: along(rounds, one.start[one.dim], one.step)})
 
     def _inside(self, one: Plain, values: Any, index: NumberNode) -> Any:
         """Return a variable as a round begins with it."""
@@ -361,10 +365,10 @@ class _Growing:
             return wrap(value, one.dtype, trace=self.trace, flow=one.flow)
         value = jax.lax.slice_in_dim(value, 0, one.size(self.rounds - 1), axis=one.dim)
         made = wrap(value, one.dtype, trace=self.trace, flow=one.flow)
-        return attach(made, {one.dim: _along(index, one.start[one.dim], one.step)})
+        return attach(made, {one.dim: along(index, one.start[one.dim], one.step)})
 
     def _number(self, one: Plain, index: NumberNode) -> Any:
-        return sym_numbers.from_node(_along(index, one.start, one.step))
+        return sym_numbers.from_node(along(index, one.start, one.step))
 
     def _enter(self, counts: Any, code: jax.Array | None) -> None:
         self.trace.draws = counts
@@ -431,7 +435,7 @@ class _Growing:
             if extents or tuple(torch.Tensor.size(leaf)) != one.start:
                 raise _unproved("a tensor gets another size")
             return value_of(leaf)
-        expected = _along(index, one.size(1), one.step)
+        expected = along(index, one.size(1), one.step)
         if set(extents) != {one.dim} or extents[one.dim].expr != expected.expr:
             raise _unproved("a tensor does not grow as in the first rounds")
         plain = value_of(strip(leaf))
@@ -440,7 +444,7 @@ class _Growing:
         return jax.lax.slice_in_dim(plain, 0, one.size(self.rounds), axis=one.dim)
 
     def _next(self, one: Plain, index: NumberNode) -> Any:
-        return sym_numbers.from_node(_along(index, one.start + one.step, one.step))
+        return sym_numbers.from_node(along(index, one.start + one.step, one.step))
 
     def _refuse_effects(
         self, effects: Effects, watch: Surroundings, spec: Any, places: tuple[Place, ...]
@@ -474,16 +478,6 @@ def _is_like(leaves: list[Any], plan: list[Plain]) -> bool:
         else type(leaf) is type(one.start) and repr(leaf) == repr(one.start)
         for leaf, one in zip(leaves, plan, strict=True)
     )
-
-
-def _along(index: NumberNode, start: int, step: int) -> NumberNode:
-    """Return the number `start + index * step` as the linear expression that it is."""
-    assert index.expr is not None
-    ends = (start, start + int(index.high) * step)
-    if max(map(abs, ends)) > _LARGEST:
-        raise _unproved("a Python number is large")
-    expr = Linear(start).plus(index.expr.times(step))
-    return NumberNode(start + index.value * step, int, min(ends), max(ends), expr)
 
 
 def _is_number(value: Any, expected: Any) -> bool:

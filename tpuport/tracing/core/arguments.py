@@ -200,7 +200,8 @@ class Watch:
 
     def __init__(self, containers: dict[int, Any], leaves: list[Any]) -> None:
         self.containers, self.leaves = dict(containers), list(leaves)
-        self.before = self._contents()[0]
+        self.before, _, reader = self._contents()
+        self._kept = reader.leaves  # or another number may get the id of one
 
     def _contents(self) -> tuple[dict[int, Any], dict[int, Any], pytree.Flattener]:
         reader = pytree.Flattener(program_leaf, objects=True)
@@ -211,7 +212,10 @@ class Watch:
         reader.seen |= {id(value): ("ref", i) for i, value in self.containers.items()}
         keys, nodes = {}, {}
         for index, value in self.containers.items():
-            nodes[index], keys[index] = reader.container(value, f"argument {index}", index)
+            count = len(reader.leaves)
+            nodes[index], key = reader.container(value, f"argument {index}", index)
+            # Traced numbers are told apart by identity.
+            keys[index] = key, tuple(map(id, reader.leaves[count:]))
         return keys, nodes, reader
 
     def changes(self) -> Changes | None:

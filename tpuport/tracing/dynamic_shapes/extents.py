@@ -26,6 +26,8 @@ from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, w
 from tpuport.tracing.core.view_steps import ViewStep
 
 Extents = dict[int, NumberNode]
+# Numbers are computed in 32 bits.
+_LARGEST = 1 << 30
 
 
 def extents_of(tensor: Any) -> Extents:
@@ -79,6 +81,24 @@ def node_of(size: Any) -> NumberNode:
 def count_node(value: Any, high: int, expr: Linear | None = None) -> NumberNode:
     """Return a fresh count between 0 and `high`."""
     return NumberNode(value, int, 0, high, expr)
+
+
+def along(index: NumberNode, start: int, step: int) -> NumberNode:
+    """Return the number `start + index * step` as the linear expression that it is.
+
+    Raises:
+        PortError: It may be too large for 32 bits.
+    """
+    assert index.expr is not None
+    ends = (start + int(index.low) * step, start + int(index.high) * step)
+    if max(map(abs, ends)) > _LARGEST:
+        raise port_error(
+            "a Python number that grows is large",
+            code="TPU104",
+            remedy="count from 0, and add the start where the number is used",
+        )
+    expr = Linear(start).plus(index.expr.times(step))
+    return NumberNode(start + index.value * step, int, min(ends), max(ends), expr)
 
 
 def natural(node: NumberNode, error: Exception) -> NumberNode:

@@ -6,6 +6,7 @@ import jax
 import torch
 
 from tpuport.foundation import pytree
+from tpuport.foundation.pytree.children import Children, children
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
@@ -13,6 +14,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import SHOWN, Flow, Storage, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
+from tpuport.tracing.session.growing_arguments import sized
 from tpuport.tracing.state.module_state import state_tree
 from tpuport.tracing.state.request import TraceRequest
 
@@ -105,7 +107,10 @@ def traced_arguments(
                 trace.add_leaf(argument)
             made.append(argument)
     containers: dict[int, Any] = {}
-    args, kwargs = pytree.unflatten(request.spec, made, containers)
+    spec = request.spec
+    if request.lengths is not None:
+        spec = sized(trace, request.lengths, made, spec, request.leaves[-1])
+    args, kwargs = pytree.unflatten(spec, made, containers)
     return args, kwargs, made, containers
 
 
@@ -133,4 +138,25 @@ def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: li
                 " the ported module is written in place (a global, or one in a closure)",
                 code="TPU406",
                 remedy="make it a buffer of the module, or convert the module that owns it",
+            )
+
+
+def refuse_writes_in_closures(closed: list[tuple[Any, Children]]) -> None:
+    """Refuse writes to lists and dicts that local functions of the module, such as hooks, refer to.
+
+    The trace has a copy of one that holds tensors or modules, so a write would be lost.
+
+    Args:
+        closed: The copies, and what they held before the call.
+
+    Raises:
+        PortError: the call wrote to one.
+    """
+    for container, before in closed:
+        if not children(container).is_same(before):
+            raise port_error(
+                "a call writes to a list or dict in the closure of a hook or local function",
+                code="TPU406",
+                remedy="keep it in an attribute of the module, or return what is written; under"
+                " porting(), leave the class to eager PyTorch: --eager",
             )

@@ -21,7 +21,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Shim, installed
-from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.clone import Cloner
 from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.source.rewrite import live
 from tpuport.source.rewrite.codegen import nested_codes
@@ -46,11 +46,13 @@ from tpuport.tracing.scan_layers import BlockCalls, roll
 from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
+from tpuport.tracing.session.growing_arguments import refuse_effects
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
     refuse_text,
+    refuse_writes_in_closures,
     state_tensor,
     traced_arguments,
 )
@@ -336,6 +338,7 @@ class Tracer:
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
         check(outcome.changed)
         outcome.placed = placed
+        refuse_effects(request.lengths, made, before, outcome)
         for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
             if version(tensor) != known or (
                 isinstance(tensor, torch.Tensor)
@@ -379,7 +382,8 @@ class Tracer:
                 traced[name] = state_tensor(trace, tensor, values[name])
             return traced[name]
 
-        module, _ = clone_module(self.master, tensor_map)
+        cloner = Cloner(tensor_map)
+        module = cloner.clone(self.master)
         for name, leaf in tree.leaves.items():
             if name in traced:
                 trace.substitutes[id(leaf)] = traced[name]
@@ -387,7 +391,12 @@ class Tracer:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
                 module.get_submodule(fqn).__dict__[attribute] = made
-        check = overlaps.link(trace, tree.leaves, traced)
+        linked = overlaps.link(trace, tree.leaves, traced)
+
+        def check(changed: frozenset[str]) -> None:
+            linked(changed)
+            refuse_writes_in_closures(cloner.closed)
+
         if self.passes and method == "forward":
             return module, with_passes(self.master, module, self.passes), baked, check
         return module, self.method(module, method), baked, check

@@ -13,6 +13,7 @@ from tpuport.foundation.interop import backend
 from tpuport.source.rewrite import live
 from tpuport.tracing.core.arguments import Changes
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.state.lengths import Lengths
 from tpuport.tracing.state.module_state import PythonChanges
 
 
@@ -103,6 +104,7 @@ class TraceRequest:
         on_module: Called with the copy of the module that is traced, before the call.
         wide: Whether results keep their 64 bits, because the caller takes them out of jax. If not,
             they have the dtypes that other jax code expects.
+        lengths: The arguments that are longer at each call; their count is the last leaf.
     """
 
     method: str
@@ -117,6 +119,7 @@ class TraceRequest:
     known_leaves: dict[int, Any] = field(default_factory=dict)
     on_module: Callable[[Any], None] | None = None
     wide: bool = False
+    lengths: Lengths | None = None
 
     @property
     def candidates(self) -> list[int]:
@@ -124,10 +127,13 @@ class TraceRequest:
 
         These are small and of integer or boolean dtype, the smallest first.
         """
+        growing: set[int] = set()
+        if self.lengths is not None:
+            growing = self.lengths.leaves | {len(self.leaves) - 1}
         found = [
             (meta.numel(), index)
             for index, meta in enumerate(self.metas)
-            if index in self.known_leaves and _is_small_argument(meta)
+            if index in self.known_leaves and _is_small_argument(meta) and index not in growing
         ]
         return [index for _, index in sorted(found)]
 
