@@ -58,7 +58,7 @@ def train(
     with given.made() as (config, model):
         gan = gan_of(config)
         perceptual = load_lpips(*published, say=say)
-        judge = make_discriminator(gan.disc.arch, config.seed)
+        judge = make_discriminator(gan.disc.arch, config.seed, say)
         modules = Stage1(model, judge, perceptual, gan)
         with training_batches(config, given.data, workers=workers) as batches_:
             steps = stage1.Stage1Steps(modules, config, len(batches_))

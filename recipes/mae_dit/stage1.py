@@ -6,13 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
 import tpuport
 from recipes.mae_dit.config import Config
+from recipes.mae_dit.discriminator import ActNorm
 from recipes.mae_dit.losses import Active, Stage1, active_in, gan_of
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.records import check_run
+from tpuport.foundation import pytree
 from tpuport.model.ported_model import PortedModel
 from tpuport.training import (
     Alternating,
@@ -25,6 +29,7 @@ from tpuport.training import (
     from_torch,
     make_train_step,
 )
+from tpuport.training.call import PlacedArguments
 
 
 def _generator(modules: Any, batch: Any, active: Active) -> Any:
@@ -80,6 +85,54 @@ class GeneratorOnly:
         return state, {**named, "generator/loss": metrics["loss"]}
 
 
+class FirstScales:
+    """The discriminator's step, before which its `ActNorm`s take their scales from the first batch.
+
+    With accumulation they are those of its first part. Numbers that `augment` draws are others than
+    those of the step, as long as the batch does not give them.
+
+    Args:
+        step: The step.
+        names: Names of the buffers that say whether a norm has its scales.
+        parts: Parts of an update.
+    """
+
+    def __init__(self, step: TrainStep, names: list[str], parts: int) -> None:
+        self._step, self._names, self._parts = step, names, parts
+        self._known: Any = None
+        self._scales = jax.jit(self._measured, static_argnums=2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """Take one step."""
+        call = self._step.place(*args, **kwargs)
+        first = self._names[0]
+        # A state that this step made is not asked: its answer would wait for the devices.
+        if state.buffers[first] is not self._known and not bool(state.buffers[first]):
+            state = self._initialized(state, call)
+        state, metrics = self._step(state, call)
+        self._known = state.buffers[first]
+        return state, metrics
+
+    def _initialized(self, state: TrainState, call: PlacedArguments) -> TrainState:
+        (batch,), _ = pytree.unflatten(call.spec, call.values)
+        found = {
+            name: jax.device_put(value, state.params[name].sharding)
+            for name, value in self._scales(state, batch, self._parts).items()
+        }
+        flags = {name: jnp.ones_like(state.buffers[name]) for name in self._names}
+        return replace(state, params={**state.params, **found}, buffers={**state.buffers, **flags})
+
+    def _measured(self, state: TrainState, batch: Any, parts: int) -> dict[str, jax.Array]:
+        batch = {name: value[: len(value) // parts] for name, value in batch.items()}
+        given = {**state.frozen, **state.buffers, **state.params}
+        params = {name: given.pop(name) for name in self._step.ported.params}
+        key = jax.random.fold_in(state.key, state.step)
+        return self._step.ported.apply(params, given, key, batch, method="first_scales")[0]
+
+
 class Stage1Steps:
     """The steps of all epochs of a run, over one state.
 
@@ -112,13 +165,18 @@ class Stage1Steps:
         schedule = make_schedule(
             other, self._gan.disc.optimizer, steps_per_epoch, epochs - loss.disc_start
         )
-        self._discriminator = make_train_step(
+        parts = config.experiment.accu_step
+        self._discriminator: Any = make_train_step(
             self.ported,
             _discriminator,
             from_torch(self.ported, other, schedule, steps=steps),
-            accumulate=config.experiment.accu_step,
+            accumulate=parts,
             trainable="discriminator.**",
         )
+        norms = [n for n, m in modules.named_modules() if isinstance(m, ActNorm)]
+        if norms:
+            flags = [f"{name}.initialized" for name in norms]
+            self._discriminator = FirstScales(self._discriminator, flags, parts)
         self._made: dict[Active, Any] = {}
 
     def of(self, epoch: int) -> Any:
