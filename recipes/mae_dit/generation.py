@@ -1,7 +1,7 @@
 """What the commands of stage 2 do, from a configuration to files."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 import tpuport
 from recipes.mae_dit.config import Config
-from recipes.mae_dit.data import Pictures, batches_of, crop_of, pictures, update_size
+from recipes.mae_dit.data import Pictures, batches, batches_of, crop_of, pictures, update_size
+from recipes.mae_dit.evaluation.inception import Preparation, load_inception
+from recipes.mae_dit.evaluation.measuring import Measures, Reference
 from recipes.mae_dit.models import Autoencoder, make_stage2
 from recipes.mae_dit.runs import Given, latents, plain, trained_autoencoder
 from recipes.mae_dit.stage2 import training
@@ -21,6 +22,7 @@ from recipes.mae_dit.stage2.conditioning import check_labels
 from recipes.mae_dit.stage2.latents import Cached, write_cache
 from recipes.mae_dit.stage2.sampling import Sampler, sampling_of
 from recipes.mae_dit.statistics import LatentStatistics, read_statistics
+from recipes.mae_dit.watching import SHOWN, Distances, Grids, Watch, Watcher, write_grid
 from recipes.mae_dit.weights import MODEL, load_run
 from recipes.records import digest_of
 from tpuport.foundation.errors import UsageError
@@ -28,7 +30,6 @@ from tpuport.foundation.files import replacing_file
 from tpuport.training import Batches
 
 _ROWS = 512  # latents of a shard, at most
-_SHOWN = 8  # columns of a grid
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,77 @@ def cache(
         return write_cache(out, len(found), rows, encode, record)
 
 
+@dataclass(frozen=True)
+class Looks:
+    """What to look at while stage 2 trains.
+
+    Attributes:
+        grid_every: Updates between pictures in OUT/grids; None for none.
+        evaluate_every: Updates between measures of samples; None for none.
+        count: Samples that are measured.
+        reference: Statistics that they are compared with; by default those of the training images,
+            which are kept in OUT/reference.npz.
+        inception: pytorch-fid's file; None for random weights.
+        preparation: How images are resized for Inception.
+    """
+
+    grid_every: int | None = None
+    evaluate_every: int | None = None
+    count: int = 64
+    reference: Path | None = None
+    inception: Path | None = None
+    preparation: Preparation = "pytorch"
+
+    def watch(
+        self,
+        given: Given,
+        config: Config,
+        whole: training.Stage2,
+        out: Path,
+        last: int,
+        workers: int,
+        say: Callable[[str], Any],
+    ) -> Watch | None:
+        """Return what looks at the states of a run, if something is to be looked at.
+
+        Args:
+            given: The configuration, and where images are.
+            config: The configuration.
+            whole: The modules with an autoencoder, to sample with.
+            out: Folder of the run.
+            last: The last update.
+            workers: Processes that read images.
+            say: Prints a line.
+        """
+        watchers: list[tuple[int, Watcher]] = []
+        size = config.experiment.batch_size
+        if self.grid_every is not None:
+            watchers.append((self.grid_every, Grids(out / "grids", config.seed, size)))
+        if self.evaluate_every is not None:
+            if self.count < 2:
+                raise UsageError(f"count={self.count}: FID needs two samples or more")
+            kept = out / "reference.npz" if self.reference is None else self.reference
+            # Before the network is compiled, as a file that does not fit is found so.
+            known = Reference.read(kept) if self.reference or kept.is_file() else None
+            network = load_inception(self.inception, say=say, preparation=self.preparation)
+            measures = Measures(network, None)
+            if known is None:
+                read = batches(config, given.data, split="train", workers=workers)
+                features = measures.features((one["image"], one["valid"].numpy()) for one in read)
+                say(f"statistics of {features.pool.count} images for training")
+                features.write(kept)
+                known = Reference.of(features)
+            distances = Distances(measures, known, out, self.count, config.seed, size)
+            watchers.append((self.evaluate_every, distances))
+        for every, _ in watchers:
+            if every < 1:
+                raise UsageError(f"{every} updates between looks: expected 1 or more")
+        if not watchers:
+            return None
+        averaged = config.arch.ema_decay is not None
+        return Watch(watchers, sampler_of(whole, config), averaged, last)
+
+
 def train(
     given: Given,
     sources: Sources,
@@ -115,10 +187,12 @@ def train(
     *,
     limit: int | None = None,
     log_every: int = 10,
-    grid_every: int | None = None,
+    looks: Looks | None = None,
     workers: int = 0,
+    say: Callable[[str], Any] = print,
 ) -> Path:
     """Train, or resume, and return the file of the model; see the command `stage2`."""
+    looks = looks or Looks()
     with _made(given, sources) as (config, autoencoder), ExitStack() as stack:
         statistics = sources.statistics(config)
         model = make_stage2(config, given.upstream)
@@ -126,26 +200,26 @@ def train(
         classes = getattr(getattr(model, "settings", model), "num_classes", None)
         if classes is not None:
             check_labels(training.as_labels(dataset), classes)
-        batches = stack.enter_context(_batches(config, dataset, workers))
+        read = stack.enter_context(_batches(config, dataset, workers))
         seen = None if sources.cache is not None else autoencoder
-        step = training.make_step(training.Stage2(model, seen, statistics), config, len(batches))
-        grids = None
-        if grid_every is not None:
-            whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
-            grids = Grids(whole, out / "grids", config)
-        identity = {"config": plain(asdict(config)), "batches": len(batches)}
+        step = training.make_step(training.Stage2(model, seen, statistics), config, len(read))
+        epochs = config.experiment.epochs * len(read)
+        last = epochs if limit is None else min(limit, epochs)
+        whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
+        watch = looks.watch(given, config, whole, out, last, workers, say)
+        identity = {"config": plain(asdict(config)), "batches": len(read)}
         identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
         identity["stats"] = None if sources.stats is None else digest_of([sources.stats])
         trained = training.train(
             step,
-            batches,
+            read,
             out,
             config,
             identity=identity,
             limit=limit,
             log_every=log_every,
-            evaluate=grids,
-            evaluate_every=grid_every,
+            evaluate=watch,
+            evaluate_every=None if watch is None else watch.every,
         )
     tpuport.save_checkpoint(out / MODEL, trained.state_dict())
     return out / MODEL
@@ -177,28 +251,6 @@ def _batches(config: Config, dataset: Any, workers: int) -> Batches:
             f" experiment.actual_batch_size={len(dataset)}"
         )
     return Batches(dataset, batch_size=size, shuffle=True, seed=config.seed, workers=workers)
-
-
-class Grids:
-    """Pictures of samples while a model is trained, of the same noise each time.
-
-    Args:
-        modules: The modules, with an autoencoder.
-        folder: Where to write them.
-        config: The configuration.
-    """
-
-    def __init__(self, modules: training.Stage2, folder: Path, config: Config) -> None:
-        self._sampler, self._folder, self._config = sampler_of(modules, config), folder, config
-
-    def __call__(self, step: Any, state: Any) -> Mapping[str, Any]:
-        """Write the picture of a state."""
-        config, count = self._config, _SHOWN * 4
-        ported = step.load_state(state, ema=config.arch.ema_decay is not None)
-        size = min(config.experiment.batch_size, count)
-        made = self._sampler.images(count, config.seed, size, ported.params)
-        write_grid(self._folder / f"step-{int(state.step):06d}.png", made[0])
-        return {}
 
 
 def sampler_of(modules: training.Stage2, config: Config, **how: Any) -> Sampler:
@@ -246,15 +298,4 @@ def sample(
     out.mkdir(parents=True, exist_ok=True)
     with replacing_file(out / "samples.npz") as temporary, temporary.open("wb") as file:
         np.savez(file, images, labels)
-    write_grid(out / "grid.png", images[: _SHOWN * 4])
-
-
-def write_grid(path: Path, images: np.ndarray) -> None:
-    """Write images (N, H, W, 3) of 8 bits as one picture of rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = -(-len(images) // _SHOWN)
-    filled = np.full((rows * _SHOWN, *images.shape[1:]), 255, np.uint8)
-    filled[: len(images)] = images
-    height, width = images.shape[1:3]
-    lines = filled.reshape(rows, _SHOWN, height, width, 3).transpose(0, 2, 1, 3, 4)
-    Image.fromarray(lines.reshape(rows * height, _SHOWN * width, 3)).save(path)
+    write_grid(out / "grid.png", images[: SHOWN * 4])

@@ -1,6 +1,7 @@
 """Sums over samples, the Fréchet distance between them, and files of reference statistics."""
 
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import numpy as np
 
 from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.foundation.files import replacing_file
+
+ROWS = "pool"  # features of single images, in a file of statistics
 
 
 @dataclass
@@ -99,6 +102,23 @@ def read_reference(path: str | Path, *, spatial: bool = False) -> tuple[np.ndarr
         CheckpointError: It is damaged, or reading it would run code.
     """
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
+    mean, cov = (part.astype(np.float64) for part in _read(path, names))
+    if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):
+        raise CheckpointError(
+            f"{path}: {names[0]} is {mean.shape} and {names[1]} {cov.shape}, expected (D,), (D, D)"
+        )
+    return mean, cov
+
+
+def read_features(path: str | Path, width: int) -> np.ndarray:
+    """Read the features (N, width) that `write_reference` wrote; raises as `read_reference`."""
+    (rows,) = _read(path, (ROWS,))
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise CheckpointError(f"{path}: {ROWS} is {rows.shape}, expected (N, {width})")
+    return rows
+
+
+def _read(path: str | Path, names: tuple[str, ...]) -> list[np.ndarray]:
     if not Path(path).is_file():
         raise UsageError(f"{path} is not there. What to do: give a file of reference statistics")
     try:
@@ -110,25 +130,27 @@ def read_reference(path: str | Path, *, spatial: bool = False) -> tuple[np.ndarr
                     f"{path} has {', '.join(file.files)}, and no {missing[0]!r}. What to do: give"
                     " statistics of pytorch-fid or ADM"
                 )
-            mean, cov = (file[name].astype(np.float64) for name in names)
+            return [file[name] for name in names]
     except UsageError:
         raise
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
         raise CheckpointError(
             f"{path} cannot be read: {error}. What to do: get it again"
         ) from error
-    if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):
-        raise CheckpointError(
-            f"{path}: {names[0]} is {mean.shape} and {names[1]} {cov.shape}, expected (D,), (D, D)"
-        )
-    return mean, cov
 
 
-def write_reference(path: str | Path, pool: Moments, spatial: Moments | None = None) -> None:
-    """Write statistics that pytorch-fid and ADM read, to a whole file or none."""
+def write_reference(
+    path: str | Path,
+    pool: Moments,
+    spatial: Moments | None = None,
+    rows: np.ndarray | None = None,
+) -> None:
+    """Write statistics that pytorch-fid and ADM read, and features, to a whole file or none."""
     found: dict[str, np.ndarray] = dict(zip(("mu", "sigma"), pool.gaussian(), strict=True))
     if spatial is not None:
         found |= dict(zip(("mu_s", "sigma_s"), spatial.gaussian(), strict=True))
+    if rows is not None:
+        found[ROWS] = rows
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing_file(Path(path)) as temporary, temporary.open("wb") as file:
         np.savez(file, **found)  # pyright: ignore[reportCallIssue, reportArgumentType]
