@@ -1,6 +1,7 @@
 """What the commands of stage 2 do, from a configuration to files."""
 
 import copy
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 
 import tpuport
+from recipes.mae_dit.arrays import opened
 from recipes.mae_dit.config import Config
 from recipes.mae_dit.data import Pictures, batches, batches_of, crop_of, pictures, update_size
 from recipes.mae_dit.evaluation.inception import Preparation, load_inception
@@ -24,7 +26,7 @@ from recipes.mae_dit.stage2.sampling import Sampler, sampling_of
 from recipes.mae_dit.statistics import LatentStatistics, read_statistics
 from recipes.mae_dit.watching import SHOWN, Distances, Grids, Watch, Watcher, write_grid
 from recipes.mae_dit.weights import MODEL, load_run
-from recipes.records import digest_of
+from recipes.records import check_record, digest_of
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.files import replacing_file
 from tpuport.training import Batches
@@ -274,6 +276,8 @@ def sample(
 ) -> None:
     """Write OUT/samples.npz in ADM's layout (arr_0 images, arr_1 labels), and OUT/grid.png.
 
+    Batches are kept in OUT/parts until all are there, so that a run that was killed goes on.
+
     Args:
         given: The configuration.
         sources: What it was trained with.
@@ -294,8 +298,34 @@ def sample(
             load_run(model, run, "stage2")
         modules = training.Stage2(model, autoencoder, sources.statistics(config))
         size = min(config.experiment.batch_size, count)
-        images, labels = sampler_of(modules, config, **how).images(count, seed, size)
-    out.mkdir(parents=True, exist_ok=True)
+        sampler = sampler_of(modules, config, **how)
+        record = {"config": plain(asdict(config)), "latents": sources.record(config), "seed": seed}
+        record["run"] = None if run is None else digest_of([run / MODEL])
+        record["stats"] = None if sources.stats is None else digest_of([sources.stats])
+        of = sampler.sampling
+        record |= {"sampler": [of.sampler, of.steps, of.guidance], "batch_size": size}
+        images = _sampled(sampler, out, count, seed, size, record)
     with replacing_file(out / "samples.npz") as temporary, temporary.open("wb") as file:
-        np.savez(file, images, labels)
+        np.savez(file, images, sampler.labels(0, count))
     write_grid(out / "grid.png", images[: SHOWN * 4])
+    shutil.rmtree(out / "parts")
+
+
+def _sampled(
+    sampler: Sampler, out: Path, count: int, seed: int, size: int, record: dict[str, Any]
+) -> np.ndarray:
+    """Return samples, batch by batch, of which those in OUT/parts are not made again."""
+    parts = out / "parts"
+    begun = parts.is_dir() and any(parts.glob("*.npz"))
+    what = "give the command that it was begun with, or another --out"
+    check_record(out / "record.json", record, begun=begun, what_to_do=what, replace_unused=True)
+    parts.mkdir(exist_ok=True)
+    found = []
+    for number in range(-(-count // size)):
+        path = parts / f"{number:06d}.npz"
+        if not path.is_file():
+            with replacing_file(path) as temporary, temporary.open("wb") as file:
+                np.savez(file, images=sampler.batch(number, seed, size))
+        with opened(path, absent="", damaged="delete it, and run sample again") as file:
+            found.append(file["images"])
+    return np.concatenate(found)[:count]

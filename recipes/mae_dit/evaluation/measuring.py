@@ -1,6 +1,5 @@
 """Measures of sets of images: each image counts once, whatever the size of batches."""
 
-import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax
 import numpy as np
 import torch
 
+from recipes.mae_dit.arrays import opened
 from recipes.mae_dit.evaluation.neighbours import NEIGHBOURS, precision_and_recall
 from recipes.mae_dit.evaluation.pictures import psnr, ssim
 from recipes.mae_dit.evaluation.spreading import Spread
@@ -22,7 +22,7 @@ from recipes.mae_dit.evaluation.statistics import (
     read_reference,
     write_reference,
 )
-from tpuport.foundation.errors import CheckpointError, UsageError
+from tpuport.foundation.errors import UsageError
 from tpuport.training.input.sources import HostShard
 
 _SMALLEST = 11  # pixels of SSIM's window
@@ -193,15 +193,8 @@ def read_samples(path: Path, size: int) -> Iterator[tuple[torch.Tensor, np.ndarr
         UsageError: There is no such file, or it has no images.
         CheckpointError: It is damaged.
     """
-    if not path.is_file():
-        raise UsageError(f"{path} is not there. What to do: run sample, or give another file")
-    try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            images = file["arr_0"] if "arr_0" in file.files else None
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. What to do: make it again"
-        ) from error
+    with opened(path, absent="run sample, or give another file", damaged="make it again") as file:
+        images = file["arr_0"] if "arr_0" in file.files else None
     if images is None or images.ndim != 4 or images.shape[3] != 3 or images.dtype != np.uint8:
         what = "no arr_0" if images is None else f"arr_0 {images.dtype}{list(images.shape)}"
         raise UsageError(f"{path} has {what}, expected arr_0 uint8[N, H, W, 3], as sample writes")

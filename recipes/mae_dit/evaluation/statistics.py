@@ -1,12 +1,11 @@
 """Sums over samples, the Fréchet distance between them, and files of reference statistics."""
 
-import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from recipes.mae_dit.arrays import opened
 from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.foundation.files import replacing_file
 
@@ -119,24 +118,15 @@ def read_features(path: str | Path, width: int) -> np.ndarray:
 
 
 def _read(path: str | Path, names: tuple[str, ...]) -> list[np.ndarray]:
-    if not Path(path).is_file():
-        raise UsageError(f"{path} is not there. What to do: give a file of reference statistics")
-    try:
-        # numpy leaves a file open that it opened itself, if it is no zip.
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            missing = [name for name in names if name not in file.files]
-            if missing:
-                raise UsageError(
-                    f"{path} has {', '.join(file.files)}, and no {missing[0]!r}. What to do: give"
-                    " statistics of pytorch-fid or ADM"
-                )
-            return [file[name] for name in names]
-    except UsageError:
-        raise
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. What to do: get it again"
-        ) from error
+    absent = "give a file of reference statistics"
+    with opened(Path(path), absent=absent, damaged="get it again") as file:
+        missing = [name for name in names if name not in file.files]
+        if missing:
+            raise UsageError(
+                f"{path} has {', '.join(file.files)}, and no {missing[0]!r}. What to do: give"
+                " statistics of pytorch-fid or ADM"
+            )
+        return [file[name] for name in names]
 
 
 def write_reference(
