@@ -48,6 +48,13 @@ class Features(nn.Module):
         return (self.net(x).relu() - self.net(y).relu()).square().mean((1, 2, 3))
 
 
+def seeded_features() -> Features:
+    """The same distance in each process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Features()
+
+
 @dataclass
 class Eager:
     """What steps by hand came to.

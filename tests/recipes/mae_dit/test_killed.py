@@ -21,7 +21,7 @@ from recipes.mae_dit.make_data import make_data
 from recipes.mae_dit.weights import MODEL
 from tests.recipes.killing import kill_when
 from tests.recipes.mae_dit import conftest
-from tests.recipes.mae_dit.eager import Features, Small
+from tests.recipes.mae_dit.eager import Small, seeded_features
 from tests.recipes.mae_dit.test_robustness import contents
 from tests.recipes.mae_dit.tiny import Difference, Means, write
 
@@ -33,7 +33,7 @@ import pathlib, sys, time
 from recipes.mae_dit import data, generation, make_data, measures, runs
 from recipes.mae_dit.__main__ import app
 from recipes.mae_dit.stage2.sampling import Sampler
-from tests.recipes.mae_dit.eager import Features
+from tests.recipes.mae_dit.eager import seeded_features
 from tests.recipes.mae_dit.tiny import Difference, Means
 
 mark = pathlib.Path(sys.argv.pop(1))
@@ -50,7 +50,7 @@ slow(data.Pictures, "__getitem__", 0.2)
 slow(Sampler, "batch", 0.5)
 slow(make_data, "replacing_file", 0.1)
 generation._ROWS = 4
-runs.load_lpips = lambda *_, **__: Features()
+runs.load_lpips = lambda *_, **__: seeded_features()
 measures.load_inception = lambda *_, **__: Means().eval()
 measures.load_lpips = lambda *_, **__: Difference().eval()
 app()
@@ -72,7 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def _small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_ROWS", 4)
-    monkeypatch.setattr(runs, "load_lpips", lambda *_, **__: Features())
+    monkeypatch.setattr(runs, "load_lpips", lambda *_, **__: seeded_features())
     monkeypatch.setattr(measures, "load_inception", lambda *_, **__: Means().eval())
     monkeypatch.setattr(measures, "load_lpips", lambda *_, **__: Difference().eval())
 
