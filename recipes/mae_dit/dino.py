@@ -85,7 +85,7 @@ class FrozenDino(nn.Module):
         self.cls_token = nn.Parameter(torch.zeros(1, 1, size.width))
         count = (_SIDE // size.patch) ** 2
         self.pos_embed = nn.Parameter(torch.zeros(1, count + 1, size.width))
-        self.blocks = nn.ModuleList(_Block(size.width, size.heads) for _ in range(size.depth))
+        self.blocks = nn.ModuleList(_FrozenBlock(size.width, size.heads) for _ in range(size.depth))
         self.norm = nn.LayerNorm(size.width, eps=_EPSILON)  # the state dict has it
         self.requires_grad_(False)
 
@@ -113,7 +113,7 @@ def _read(x: torch.Tensor) -> torch.Tensor:
     return (x[:, 1:] + x[:, :1]).transpose(1, 2)
 
 
-class _Block(nn.Module):
+class _FrozenBlock(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(width, eps=_EPSILON) for _ in range(2))

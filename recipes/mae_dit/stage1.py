@@ -29,7 +29,6 @@ from tpuport.training import (
     from_torch,
     make_train_step,
 )
-from tpuport.training.call import PlacedArguments
 
 
 def _generator(modules: Any, batch: Any, active: Active) -> Any:
@@ -93,14 +92,15 @@ class FirstScales:
 
     Args:
         step: The step.
-        names: Names of the buffers that say whether a norm has its scales.
+        norms: Names of the norms.
         parts: Parts of an update.
     """
 
-    def __init__(self, step: TrainStep, names: list[str], parts: int) -> None:
-        self._step, self._names, self._parts = step, names, parts
-        self._known: Any = None
-        self._scales = jax.jit(self._measured, static_argnums=2)
+    def __init__(self, step: TrainStep, norms: list[str], parts: int) -> None:
+        self._step, self._parts = step, parts
+        self._flags = [f"{norm}.initialized" for norm in norms]
+        self._names = [f"{norm}.{name}" for norm in norms for name in ("loc", "scale")]
+        self._scales = jax.jit(self._taken)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._step, name)
@@ -108,29 +108,30 @@ class FirstScales:
     def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """Take one step."""
         call = self._step.place(*args, **kwargs)
-        first = self._names[0]
-        # A state that this step made is not asked: its answer would wait for the devices.
-        if state.buffers[first] is not self._known and not bool(state.buffers[first]):
-            state = self._initialized(state, call)
-        state, metrics = self._step(state, call)
-        self._known = state.buffers[first]
-        return state, metrics
-
-    def _initialized(self, state: TrainState, call: PlacedArguments) -> TrainState:
         (batch,), _ = pytree.unflatten(call.spec, call.values)
         found = {
             name: jax.device_put(value, state.params[name].sharding)
-            for name, value in self._scales(state, batch, self._parts).items()
+            for name, value in self._scales(state, batch).items()
         }
-        flags = {name: jnp.ones_like(state.buffers[name]) for name in self._names}
-        return replace(state, params={**state.params, **found}, buffers={**state.buffers, **flags})
+        flags = {name: jnp.ones_like(state.buffers[name]) for name in self._flags}
+        state = replace(state, params={**state.params, **found}, buffers={**state.buffers, **flags})
+        return self._step(state, call)
 
-    def _measured(self, state: TrainState, batch: Any, parts: int) -> dict[str, jax.Array]:
-        batch = {name: value[: len(value) // parts] for name, value in batch.items()}
-        given = {**state.frozen, **state.buffers, **state.params}
-        params = {name: given.pop(name) for name in self._step.ported.params}
-        key = jax.random.fold_in(state.key, state.step)
-        return self._step.ported.apply(params, given, key, batch, method="first_scales")[0]
+    def _taken(self, state: TrainState, batch: Any) -> dict[str, jax.Array]:
+        """Return the scales that a state has, or else those of a batch.
+
+        The program decides, as an answer to Python would wait for the devices in each step.
+        """
+
+        def of_batch() -> dict[str, jax.Array]:
+            part = {name: value[: len(value) // self._parts] for name, value in batch.items()}
+            given = {**state.frozen, **state.buffers, **state.params}
+            params = {name: given.pop(name) for name in self._step.ported.params}
+            key = jax.random.fold_in(state.key, state.step)
+            return self._step.ported.apply(params, given, key, part, method="first_scales")[0]
+
+        kept = {name: state.params[name] for name in self._names}
+        return jax.lax.cond(state.buffers[self._flags[0]] == 0, of_batch, lambda: kept)
 
 
 class Stage1Steps:
@@ -175,8 +176,7 @@ class Stage1Steps:
         )
         norms = [n for n, m in modules.named_modules() if isinstance(m, ActNorm)]
         if norms:
-            flags = [f"{name}.initialized" for name in norms]
-            self._discriminator = FirstScales(self._discriminator, flags, parts)
+            self._discriminator = FirstScales(self._discriminator, norms, parts)
         self._made: dict[Active, Any] = {}
 
     def of(self, epoch: int) -> Any:
