@@ -141,8 +141,8 @@ class Looks:
         last: int,
         workers: int,
         say: Callable[[str], Any],
-    ) -> Watch | None:
-        """Return what looks at the states of a run, if something is to be looked at.
+    ) -> Watch:
+        """Return what looks at the states of a run.
 
         Args:
             given: The configuration, and where images are.
@@ -158,28 +158,44 @@ class Looks:
         if self.grid_every is not None:
             watchers.append((self.grid_every, Grids(out / "grids", config.seed, size)))
         if self.evaluate_every is not None:
-            if self.count < 2:
-                raise UsageError(f"count={self.count}: FID needs two samples or more")
-            kept = out / "reference.npz" if self.reference is None else self.reference
-            # Before the network is compiled, as a file that does not fit is found so.
-            known = Reference.read(kept) if self.reference or kept.is_file() else None
-            network = load_inception(self.inception, say=say, preparation=self.preparation)
-            measures = Measures(network, None)
-            if known is None:
-                read = batches(config, given.data, split="train", workers=workers)
-                features = measures.features((one["image"], one["valid"].numpy()) for one in read)
-                say(f"statistics of {features.pool.count} images for training")
-                features.write(kept)
-                known = Reference.of(features)
-            distances = Distances(measures, known, out, self.count, config.seed, size)
+            distances = self._distances(given, config, out, workers, say)
             watchers.append((self.evaluate_every, distances))
         for every, _ in watchers:
             if every < 1:
                 raise UsageError(f"{every} updates between looks: expected 1 or more")
-        if not watchers:
-            return None
         averaged = config.arch.ema_decay is not None
         return Watch(watchers, sampler_of(whole, config), averaged, last)
+
+    def _distances(
+        self,
+        given: Given,
+        config: Config,
+        out: Path,
+        workers: int,
+        say: Callable[[str], Any],
+    ) -> Distances:
+        if self.count < 2:
+            raise UsageError(f"count={self.count}: FID needs two samples or more")
+        kept = out / "reference.npz" if self.reference is None else self.reference
+        record: dict[str, Any] = {"count": self.count, "preparation": self.preparation}
+        for name, path in (("inception", self.inception), ("reference", self.reference)):
+            record[name] = None if path is None else digest_of([path])
+        begun = (out / "fid.svg").is_file() or (self.reference is None and kept.is_file())
+        what = "give what the run was evaluated with, or another --out"
+        path = out / "evaluation.json"
+        check_record(path, record, begun=begun, what_to_do=what, replace_unused=True)
+        # Before the network is compiled, as a file that does not fit is found so.
+        known = Reference.read(kept) if self.reference or kept.is_file() else None
+        network = load_inception(self.inception, say=say, preparation=self.preparation)
+        measures = Measures(network, None)
+        if known is None:
+            read = batches(config, given.data, split="train", workers=workers)
+            features = measures.features((one["image"], one["valid"].numpy()) for one in read)
+            say(f"statistics of {features.pool.count} images for training")
+            features.write(kept)
+            known = Reference.of(features)
+        size = config.experiment.batch_size
+        return Distances(measures, known, out, self.count, config.seed, size)
 
 
 def train(
@@ -207,8 +223,10 @@ def train(
         step = training.make_step(training.Stage2(model, seen, statistics), config, len(read))
         epochs = config.experiment.epochs * len(read)
         last = epochs if limit is None else min(limit, epochs)
-        whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
-        watch = looks.watch(given, config, whole, out, last, workers, say)
+        watch = None
+        if looks.grid_every is not None or looks.evaluate_every is not None:
+            whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
+            watch = looks.watch(given, config, whole, out, last, workers, say)
         identity = {"config": plain(asdict(config)), "batches": len(read)}
         identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
         identity["stats"] = None if sources.stats is None else digest_of([sources.stats])

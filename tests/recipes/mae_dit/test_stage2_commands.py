@@ -95,6 +95,9 @@ def test_the_commands_lead_from_images_to_measures(folder, tmp_path, monkeypatch
         "step-000004.png",
         "step-000006.png",
     ]
+    given = ["stage2", config, *latents, *cached, *images, *while_training]
+    refused = CliRunner().invoke(app, [*given, "--preparation", "tensorflow"])
+    assert "preparation was 'pytorch', is 'tensorflow'" in " ".join(refused.output.split())
     said = do("sample", *latents, "--untrained", "--count", "3", "-o", str(tmp_path / "before"))
     assert "untrained" in said
     samples = tmp_path / "samples"
