@@ -111,6 +111,10 @@ def reconstruct(
 Stage1 = Annotated[
     Path | None, typer.Option(help="Folder of a run of `stage1`; by default arch's ckpt_path.")
 ]
+Inception = Annotated[Path | None, typer.Option(help="pytorch-fid's file; else random.")]
+Preparation = Annotated[
+    str, typer.Option(help="How images are resized for it: pytorch or tensorflow (ADM).")
+]
 Stats = Annotated[Path | None, typer.Option(help="File of `stats`, if arch.do_normalize is true.")]
 
 
@@ -151,20 +155,34 @@ def stage2(
     steps: Annotated[int | None, typer.Option(help="Maximum number of updates.")] = None,
     log_every: Annotated[int, typer.Option(help="Updates between lines of the log.")] = 10,
     grid_every: Annotated[int | None, typer.Option(help="Updates between OUT/grids.")] = None,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Updates between FID of samples; draws OUT/fid.svg.")
+    ] = None,
+    evaluate_count: Annotated[int, typer.Option(help="Samples of an evaluation.")] = 64,
+    reference: Annotated[
+        Path | None, typer.Option(help="Statistics for it; else of the training images.")
+    ] = None,
+    inception: Inception = None,
+    preparation: Preparation = "pytorch",
     workers: Workers = 0,
 ) -> None:
     """Train a diffusion transformer in the latents of a frozen stage 1."""
     with errors_as_exit_codes("stage2"):
-        from recipes.mae_dit import generation, runs
+        from recipes.mae_dit import generation, measures, runs
 
+        prepared = measures.preparation_of(preparation)
+        looks = generation.Looks(
+            grid_every, evaluate_every, evaluate_count, reference, inception, prepared
+        )
         found = generation.train(
             runs.Given(config, data, tuple(overrides or ()), upstream),
             generation.Sources(stage1, stats, cache),
             out,
             limit=steps,
             log_every=log_every,
-            grid_every=grid_every,
+            looks=looks,
             workers=workers,
+            say=typer.echo,
         )
         typer.echo(f"the model is in {found}")
 
@@ -212,7 +230,7 @@ def evaluate(
         Path | None, typer.Option(help="Run of `stage1`, for rFID, PSNR, SSIM and LPIPS.")
     ] = None,
     samples: Annotated[
-        Path | None, typer.Option(help="File of `sample`, for FID, sFID and IS.")
+        Path | None, typer.Option(help="File of `sample`, for FID and its kin.")
     ] = None,
     reference: Annotated[
         Path | None, typer.Option(help="Statistics (npz of ADM or pytorch-fid); else of --split.")
@@ -222,10 +240,8 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="Folder of images below --data.")] = "train",
     data: Data = None,
-    inception: Annotated[Path | None, typer.Option(help="pytorch-fid's file; else random.")] = None,
-    preparation: Annotated[
-        str, typer.Option(help="How images are resized for it: pytorch or tensorflow (ADM).")
-    ] = "pytorch",
+    inception: Inception = None,
+    preparation: Preparation = "pytorch",
     vgg: Annotated[Path | None, typer.Option(help="Published VGG16; else random.")] = None,
     heads: Annotated[Path | None, typer.Option(help="Published heads of LPIPS.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="JSON file to write.")] = None,

@@ -2,8 +2,10 @@
 
 import io
 import re
+import struct
 import tarfile
 import warnings
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,11 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
 _MASK = "sample_mask"
 _NAME = re.compile(r"imagenet(MAE|DiT|VAE|weak|)(\d+)x\2")
 _RATIO = (3 / 4, 4 / 3)
+# What Pillow raises for damaged files, by their format and the place of the damage.
+_DAMAGED = (
+    *(OSError, SyntaxError, ValueError, struct.error, zlib.error),
+    Image.DecompressionBombError,
+)
 
 
 @dataclass(frozen=True)
@@ -204,7 +211,7 @@ class Pictures(torch.utils.data.Dataset[dict[str, Any]]):
             try:
                 with Image.open(io.BytesIO(entry.read())) as file:
                     image = self.crop(file.convert("RGB"))
-            except (OSError, SyntaxError, ValueError) as error:
+            except _DAMAGED as error:
                 warnings.warn(f"{entry.path} at {entry.start}: {error}", stacklevel=2)
                 if self.crop.train:
                     continue

@@ -1,10 +1,16 @@
 """The discriminator of stage 1, its losses, and the changes of images before it."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from recipes.mae_dit import dino
 from recipes.mae_dit.config import DiscriminatorArch
+from recipes.mae_dit.evaluation.published import say_random
+from recipes.mae_dit.spectral import SpectralConv2d
 from tpuport.foundation.errors import UsageError
 
 # Numbers that `augment` needs per image.
@@ -12,45 +18,127 @@ DRAWS = 7
 _SHIFT, _CUTOUT = 0.125, 0.2
 
 
-class PatchGAN(nn.Module):
-    """A convolutional discriminator of patches, with the names of upstream's state dict."""
+class ActNorm(nn.Module):
+    """A shift and a scale of each channel (Kingma & Dhariwal 2018, arXiv:1807.03039).
 
-    def __init__(self, channels: int = 3, width: int = 64, layers: int = 3) -> None:
+    The first images of training give them channels of mean 0 and variance 1: see
+    `PatchGAN.first_scales`. Until then it changes nothing.
+    """
+
+    initialized: torch.Tensor
+
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        parts: list[nn.Module] = [nn.Conv2d(channels, width, 4, 2, 1), nn.LeakyReLU(0.2)]
+        self.loc = nn.Parameter(torch.zeros(1, channels, 1, 1))
+        self.scale = nn.Parameter(torch.ones(1, channels, 1, 1))
+        self.register_buffer("initialized", torch.tensor(0, dtype=torch.uint8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return images (B, C, H, W), shifted and scaled."""
+        return self.scale * (x + self.loc)
+
+
+class PatchGAN(nn.Module):
+    """A convolutional discriminator of patches, with the names of upstream's state dict.
+
+    Args:
+        channels: Channels of images.
+        width: Channels of the first convolution.
+        layers: Convolutions with a norm.
+        actnorm: Whether norms are `ActNorm`, else instance norms.
+        spectral: Whether convolutions have spectral norms.
+    """
+
+    def __init__(
+        self,
+        channels: int = 3,
+        width: int = 64,
+        layers: int = 3,
+        *,
+        actnorm: bool = False,
+        spectral: bool = False,
+    ) -> None:
+        super().__init__()
+        conv = SpectralConv2d if spectral else nn.Conv2d
+        parts: list[nn.Module] = [conv(channels, width, 4, 2, 1), nn.LeakyReLU(0.2)]
         before = width
         for number in range(1, layers + 1):
             after = width * min(2**number, 8)
             stride = 2 if number < layers else 1
-            parts += [nn.Conv2d(before, after, 4, stride, 1), nn.InstanceNorm2d(after)]
+            parts.append(conv(before, after, 4, stride, 1, bias=not actnorm))
+            parts.append(ActNorm(after) if actnorm else nn.InstanceNorm2d(after))
             parts.append(nn.LeakyReLU(0.2))
             before = after
-        parts.append(nn.Conv2d(before, 1, 4, 1, 1))
+        parts.append(conv(before, 1, 4, 1, 1))
         self.model = nn.Sequential(*parts)
-        for part in parts:
-            if isinstance(part, nn.Conv2d):
-                nn.init.normal_(part.weight, 0.0, 0.02)
+        for name, weight in self.named_parameters():
+            if name.endswith(("weight", "weight_orig")):
+                nn.init.normal_(weight, 0.0, 0.02)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Return a logit for each patch."""
         return self.model(images)
 
+    def first_scales(self, images: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return what images make of each `ActNorm`, by the names of its parameters.
 
-def make_discriminator(arch: DiscriminatorArch, seed: int = 0) -> PatchGAN:
+        Each one sees what the ones before it give with these parameters.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for number, part in enumerate(self.model):
+            if isinstance(part, ActNorm):
+                std, mean = torch.std_mean(images, (0, 2, 3), keepdim=True)
+                shift, scale = -mean, 1 / (std + 1e-6)
+                found |= {f"model.{number}.loc": shift, f"model.{number}.scale": scale}
+                images = scale * (images + shift)
+            else:
+                images = part(images)
+        return found
+
+
+def make_discriminator(
+    arch: DiscriminatorArch, seed: int = 0, say: Callable[[str], Any] = print
+) -> nn.Module:
     """Return the discriminator of a configuration.
 
+    Args:
+        arch: Its section of the configuration.
+        seed: Seed of the random weights.
+        say: Prints a line, if a network that is published has random weights.
+
     Raises:
-        UsageError: It is of a kind that this recipe does not have.
+        UsageError: It is of a kind that this recipe does not have, or a file is not there.
+        CheckpointError: A file of weights is damaged or of another network.
     """
-    for name in ("use_dino", "use_vit", "use_actnorm", "spectral_norm"):
-        if getattr(arch, name):
-            raise UsageError(
-                f"gan.disc.arch.{name}: this recipe has the PatchGAN with instance norms only."
-                f" What to do: --set gan.disc.arch.{name}=false"
-            )
+    if arch.use_vit:
+        raise UsageError(
+            "gan.disc.arch.use_vit: this recipe has the PatchGAN and the heads on DINO only, and"
+            " no trainer of upstream reads this key. What to do: --set gan.disc.arch.use_vit=false"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return PatchGAN(arch.in_channels, arch.ndf, arch.num_layers)
+        if arch.use_dino:
+            return _with_dino(arch, seed, say)
+        return PatchGAN(
+            arch.in_channels,
+            arch.ndf,
+            arch.num_layers,
+            actnorm=arch.use_actnorm,
+            spectral=arch.spectral_norm,
+        )
+
+
+def _with_dino(arch: DiscriminatorArch, seed: int, say: Callable[[str], Any]) -> nn.Module:
+    if arch.recipe not in dino.SIZES:
+        raise UsageError(
+            f"gan.disc.arch.recipe={arch.recipe!r}: expected one of {', '.join(dino.SIZES)}"
+        )
+    made = dino.DinoDiscriminator(dino.SIZES[arch.recipe], arch.ks, arch.norm_type, seed)
+    if arch.dino_ckpt_path is None:
+        say_random("The DINO of the discriminator", say)
+    else:
+        dino.load_dino(made.dino, arch.dino_ckpt_path)
+    return made
 
 
 def generator_loss(fake: torch.Tensor) -> torch.Tensor:

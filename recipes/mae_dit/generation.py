@@ -1,7 +1,8 @@
 """What the commands of stage 2 do, from a configuration to files."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 import tpuport
+from recipes.mae_dit.arrays import opened
 from recipes.mae_dit.config import Config
-from recipes.mae_dit.data import Pictures, batches_of, crop_of, pictures, update_size
+from recipes.mae_dit.data import Pictures, batches, batches_of, crop_of, pictures, update_size
+from recipes.mae_dit.evaluation.inception import Preparation, load_inception
+from recipes.mae_dit.evaluation.measuring import Measures, Reference
 from recipes.mae_dit.models import Autoencoder, make_stage2
 from recipes.mae_dit.runs import Given, latents, plain, trained_autoencoder
 from recipes.mae_dit.stage2 import training
@@ -21,14 +24,14 @@ from recipes.mae_dit.stage2.conditioning import check_labels
 from recipes.mae_dit.stage2.latents import Cached, write_cache
 from recipes.mae_dit.stage2.sampling import Sampler, sampling_of
 from recipes.mae_dit.statistics import LatentStatistics, read_statistics
+from recipes.mae_dit.watching import SHOWN, Distances, Grids, Watch, Watcher, write_grid
 from recipes.mae_dit.weights import MODEL, load_run
-from recipes.records import digest_of
+from recipes.records import check_record, digest_of
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.files import replacing_file
 from tpuport.training import Batches
 
 _ROWS = 512  # latents of a shard, at most
-_SHOWN = 8  # columns of a grid
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,93 @@ def cache(
         return write_cache(out, len(found), rows, encode, record)
 
 
+@dataclass(frozen=True)
+class Looks:
+    """What to look at while stage 2 trains.
+
+    Attributes:
+        grid_every: Updates between pictures in OUT/grids; None for none.
+        evaluate_every: Updates between measures of samples; None for none.
+        count: Samples that are measured.
+        reference: Statistics that they are compared with; by default those of the training images,
+            which are kept in OUT/reference.npz.
+        inception: pytorch-fid's file; None for random weights.
+        preparation: How images are resized for Inception.
+    """
+
+    grid_every: int | None = None
+    evaluate_every: int | None = None
+    count: int = 64
+    reference: Path | None = None
+    inception: Path | None = None
+    preparation: Preparation = "pytorch"
+
+    def watch(
+        self,
+        given: Given,
+        config: Config,
+        whole: training.Stage2,
+        out: Path,
+        last: int,
+        workers: int,
+        say: Callable[[str], Any],
+    ) -> Watch:
+        """Return what looks at the states of a run.
+
+        Args:
+            given: The configuration, and where images are.
+            config: The configuration.
+            whole: The modules with an autoencoder, to sample with.
+            out: Folder of the run.
+            last: The last update.
+            workers: Processes that read images.
+            say: Prints a line.
+        """
+        watchers: list[tuple[int, Watcher]] = []
+        size = config.experiment.batch_size
+        if self.grid_every is not None:
+            watchers.append((self.grid_every, Grids(out / "grids", config.seed, size)))
+        if self.evaluate_every is not None:
+            distances = self._distances(given, config, out, workers, say)
+            watchers.append((self.evaluate_every, distances))
+        for every, _ in watchers:
+            if every < 1:
+                raise UsageError(f"{every} updates between looks: expected 1 or more")
+        averaged = config.arch.ema_decay is not None
+        return Watch(watchers, sampler_of(whole, config), averaged, last)
+
+    def _distances(
+        self,
+        given: Given,
+        config: Config,
+        out: Path,
+        workers: int,
+        say: Callable[[str], Any],
+    ) -> Distances:
+        if self.count < 2:
+            raise UsageError(f"count={self.count}: FID needs two samples or more")
+        kept = out / "reference.npz" if self.reference is None else self.reference
+        record: dict[str, Any] = {"count": self.count, "preparation": self.preparation}
+        for name, path in (("inception", self.inception), ("reference", self.reference)):
+            record[name] = None if path is None else digest_of([path])
+        begun = (out / "fid.svg").is_file() or (self.reference is None and kept.is_file())
+        what = "give what the run was evaluated with, or another --out"
+        path = out / "evaluation.json"
+        check_record(path, record, begun=begun, what_to_do=what, replace_unused=True)
+        # Before the network is compiled, as a file that does not fit is found so.
+        known = Reference.read(kept) if self.reference or kept.is_file() else None
+        network = load_inception(self.inception, say=say, preparation=self.preparation)
+        measures = Measures(network, None)
+        if known is None:
+            read = batches(config, given.data, split="train", workers=workers)
+            features = measures.features((one["image"], one["valid"].numpy()) for one in read)
+            say(f"statistics of {features.pool.count} images for training")
+            features.write(kept)
+            known = Reference.of(features)
+        size = config.experiment.batch_size
+        return Distances(measures, known, out, self.count, config.seed, size)
+
+
 def train(
     given: Given,
     sources: Sources,
@@ -115,10 +205,12 @@ def train(
     *,
     limit: int | None = None,
     log_every: int = 10,
-    grid_every: int | None = None,
+    looks: Looks | None = None,
     workers: int = 0,
+    say: Callable[[str], Any] = print,
 ) -> Path:
     """Train, or resume, and return the file of the model; see the command `stage2`."""
+    looks = looks or Looks()
     with _made(given, sources) as (config, autoencoder), ExitStack() as stack:
         statistics = sources.statistics(config)
         model = make_stage2(config, given.upstream)
@@ -126,26 +218,28 @@ def train(
         classes = getattr(getattr(model, "settings", model), "num_classes", None)
         if classes is not None:
             check_labels(training.as_labels(dataset), classes)
-        batches = stack.enter_context(_batches(config, dataset, workers))
+        read = stack.enter_context(_batches(config, dataset, workers))
         seen = None if sources.cache is not None else autoencoder
-        step = training.make_step(training.Stage2(model, seen, statistics), config, len(batches))
-        grids = None
-        if grid_every is not None:
+        step = training.make_step(training.Stage2(model, seen, statistics), config, len(read))
+        epochs = config.experiment.epochs * len(read)
+        last = epochs if limit is None else min(limit, epochs)
+        watch = None
+        if looks.grid_every is not None or looks.evaluate_every is not None:
             whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
-            grids = Grids(whole, out / "grids", config)
-        identity = {"config": plain(asdict(config)), "batches": len(batches)}
+            watch = looks.watch(given, config, whole, out, last, workers, say)
+        identity = {"config": plain(asdict(config)), "batches": len(read)}
         identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
         identity["stats"] = None if sources.stats is None else digest_of([sources.stats])
         trained = training.train(
             step,
-            batches,
+            read,
             out,
             config,
             identity=identity,
             limit=limit,
             log_every=log_every,
-            evaluate=grids,
-            evaluate_every=grid_every,
+            evaluate=watch,
+            evaluate_every=None if watch is None else watch.every,
         )
     tpuport.save_checkpoint(out / MODEL, trained.state_dict())
     return out / MODEL
@@ -179,28 +273,6 @@ def _batches(config: Config, dataset: Any, workers: int) -> Batches:
     return Batches(dataset, batch_size=size, shuffle=True, seed=config.seed, workers=workers)
 
 
-class Grids:
-    """Pictures of samples while a model is trained, of the same noise each time.
-
-    Args:
-        modules: The modules, with an autoencoder.
-        folder: Where to write them.
-        config: The configuration.
-    """
-
-    def __init__(self, modules: training.Stage2, folder: Path, config: Config) -> None:
-        self._sampler, self._folder, self._config = sampler_of(modules, config), folder, config
-
-    def __call__(self, step: Any, state: Any) -> Mapping[str, Any]:
-        """Write the picture of a state."""
-        config, count = self._config, _SHOWN * 4
-        ported = step.load_state(state, ema=config.arch.ema_decay is not None)
-        size = min(config.experiment.batch_size, count)
-        made = self._sampler.images(count, config.seed, size, ported.params)
-        write_grid(self._folder / f"step-{int(state.step):06d}.png", made[0])
-        return {}
-
-
 def sampler_of(modules: training.Stage2, config: Config, **how: Any) -> Sampler:
     """Return the sampler of a model; see `sampling_of`."""
     side = crop_of(config, train=False).size
@@ -222,6 +294,8 @@ def sample(
 ) -> None:
     """Write OUT/samples.npz in ADM's layout (arr_0 images, arr_1 labels), and OUT/grid.png.
 
+    Batches are kept in OUT/parts until all are there, so that a run that was killed goes on.
+
     Args:
         given: The configuration.
         sources: What it was trained with.
@@ -242,19 +316,34 @@ def sample(
             load_run(model, run, "stage2")
         modules = training.Stage2(model, autoencoder, sources.statistics(config))
         size = min(config.experiment.batch_size, count)
-        images, labels = sampler_of(modules, config, **how).images(count, seed, size)
-    out.mkdir(parents=True, exist_ok=True)
+        sampler = sampler_of(modules, config, **how)
+        record = {"config": plain(asdict(config)), "latents": sources.record(config), "seed": seed}
+        record["run"] = None if run is None else digest_of([run / MODEL])
+        record["stats"] = None if sources.stats is None else digest_of([sources.stats])
+        of = sampler.sampling
+        record |= {"sampler": [of.sampler, of.steps, of.guidance], "batch_size": size}
+        images = _sampled(sampler, out, count, seed, size, record)
     with replacing_file(out / "samples.npz") as temporary, temporary.open("wb") as file:
-        np.savez(file, images, labels)
-    write_grid(out / "grid.png", images[: _SHOWN * 4])
+        np.savez(file, images, sampler.labels(0, count))
+    write_grid(out / "grid.png", images[: SHOWN * 4])
+    shutil.rmtree(out / "parts")
 
 
-def write_grid(path: Path, images: np.ndarray) -> None:
-    """Write images (N, H, W, 3) of 8 bits as one picture of rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = -(-len(images) // _SHOWN)
-    filled = np.full((rows * _SHOWN, *images.shape[1:]), 255, np.uint8)
-    filled[: len(images)] = images
-    height, width = images.shape[1:3]
-    lines = filled.reshape(rows, _SHOWN, height, width, 3).transpose(0, 2, 1, 3, 4)
-    Image.fromarray(lines.reshape(rows * height, _SHOWN * width, 3)).save(path)
+def _sampled(
+    sampler: Sampler, out: Path, count: int, seed: int, size: int, record: dict[str, Any]
+) -> np.ndarray:
+    """Return samples, batch by batch, of which those in OUT/parts are not made again."""
+    parts = out / "parts"
+    begun = parts.is_dir() and any(parts.glob("*.npz"))
+    what = "give the command that it was begun with, or another --out"
+    check_record(out / "record.json", record, begun=begun, what_to_do=what, replace_unused=True)
+    parts.mkdir(exist_ok=True)
+    found = []
+    for number in range(-(-count // size)):
+        path = parts / f"{number:06d}.npz"
+        if not path.is_file():
+            with replacing_file(path) as temporary, temporary.open("wb") as file:
+                np.savez(file, images=sampler.batch(number, seed, size))
+        with opened(path, absent="", damaged="delete it, and run sample again") as file:
+            found.append(file["images"])
+    return np.concatenate(found)[:count]

@@ -128,16 +128,30 @@ class Stage1(nn.Module):
         self, images: torch.Tensor, draws: torch.Tensor | None
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         loss = self._gan.loss
-        self.model.eval()
-        with torch.no_grad():
-            made = (self.model(images)[0] * 2 - 1).clamp(-1, 1)
-            made = torch.round((made + 1) / 2 * 255) / 255 * 2 - 1  # as a picture file has it
+        made = self._fake(images, draws)
         true = augment(images * 2 - 1, _draws(draws, images, 1))
-        fake = self.discriminator(augment(made, _draws(draws, images, 2)))
+        fake = self.discriminator(made)
         real = self.discriminator(true)
         told = (real > fake).float().mean()
         metrics = {"real": real.detach().mean(), "fake": fake.detach().mean(), "accuracy": told}
         return LOSSES[loss.disc_loss](real, fake) * loss.disc_weight, metrics
+
+    def _fake(self, images: torch.Tensor, draws: torch.Tensor | None) -> torch.Tensor:
+        """Return what the discriminator sees first: reconstructions as picture files have them."""
+        self.model.eval()
+        with torch.no_grad():
+            made = (self.model(images)[0] * 2 - 1).clamp(-1, 1)
+            made = torch.round((made + 1) / 2 * 255) / 255 * 2 - 1
+        return augment(made, _draws(draws, images, 2))
+
+    def first_scales(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return what reconstructions make of the discriminator's `ActNorm`s, by full names."""
+        try:
+            made = self._fake(batch["image"], batch.get("draws"))
+            found = self.discriminator.first_scales(made)
+        finally:
+            self.between_steps()
+        return {f"discriminator.{name}": value for name, value in found.items()}
 
 
 def adaptive_weight(

@@ -8,6 +8,9 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw
 
+from recipes.records import check_record
+from tpuport.foundation.files import replacing_file
+
 SHAPES = ("circle", "square", "triangle", "cross")
 Layout = Literal["folder", "tar"]
 
@@ -48,7 +51,15 @@ def make_data(
 
     Returns:
         The number of images by split.
+
+    Raises:
+        UsageError: The folder has other images.
+        CheckpointError: The disk is full.
     """
+    record = {"count": count, "size": size, "layout": layout, "seed": seed}
+    begun = any((out / split).is_dir() for split in ("train", "val"))
+    what = "give the command that it was begun with, or another folder"
+    check_record(out / "record.json", record, begun=begun, what_to_do=what, replace_unused=True)
     rng, made = np.random.default_rng(seed), {}
     for split, number in (("train", count), ("val", max(count // 4, 1))):
         files = []
@@ -67,12 +78,14 @@ def _write_folder(folder: Path, files: list[tuple[str, int, bytes]]) -> None:
     for name, label, content in files:
         path = folder / f"{label}_{SHAPES[label]}" / f"{name}.JPEG"
         path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content)
+        with replacing_file(path) as temporary:
+            temporary.write_bytes(content)
 
 
 def _write_shards(folder: Path, files: list[tuple[str, int, bytes]]) -> None:
     for start in range(0, len(files), 64):
-        with tarfile.open(folder / f"{start // 64:06d}.tar", "w") as shard:
+        path = folder / f"{start // 64:06d}.tar"
+        with replacing_file(path) as temporary, tarfile.open(temporary, "w") as shard:
             for name, label, content in files[start : start + 64]:
                 for suffix, part in (("jpg", content), ("cls", str(label).encode())):
                     member = tarfile.TarInfo(f"{name}.{suffix}")

@@ -1,21 +1,23 @@
 """What the command `evaluate` does: measures of reconstructions and of samples."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import torch
 
-import tpuport
 from recipes.mae_dit.data import batches
 from recipes.mae_dit.evaluation.inception import Preparation, load_inception
 from recipes.mae_dit.evaluation.lpips import load_lpips
 from recipes.mae_dit.evaluation.measuring import Measures, Reference, read_samples
+from recipes.mae_dit.evaluation.spreading import Spread
 from recipes.mae_dit.runs import Given, reconstructed, trained_autoencoder
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.files import replacing_file
+from tpuport.training import initialize
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Published:
     heads: Path | None = None
     preparation: Preparation = "pytorch"
 
-    def load(self, say: Callable[[str], Any]) -> Measures:
-        """Return the networks, and say which are random."""
+    def load(self, say: Callable[[str], Any], devices: Sequence[Any] | None = None) -> Measures:
+        """Return the networks over devices, and say which are random."""
         inception = load_inception(self.inception, say=say, preparation=self.preparation)
-        return Measures(inception, load_lpips(self.vgg, self.heads, say=say))
+        return Measures(inception, load_lpips(self.vgg, self.heads, say=say), devices)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Wanted:
 
     Attributes:
         stage1: Run of stage 1, for PSNR, SSIM, LPIPS and rFID on the images for validation.
-        samples: File of `sample`, for FID, sFID and the Inception Score.
+        samples: File of `sample`, for FID, sFID, Inception Score, precision and recall.
         reference: Statistics that samples are compared with; None for those of the images of
             `split`.
         write: Where to write the statistics of the images of `split`.
@@ -67,8 +69,11 @@ def evaluate(
     *,
     workers: int = 0,
     say: Callable[[str], Any] = print,
+    devices: Sequence[Any] | None = None,
 ) -> dict[str, float]:
-    """Return the measures by name.
+    """Return the measures by name, of all samples on any number of processes.
+
+    The first process writes files. By default all devices are used.
 
     Raises:
         UsageError: Nothing was asked for, or a file does not fit.
@@ -78,6 +83,7 @@ def evaluate(
             "there is nothing to measure. What to do: give --stage1 for reconstructions, --samples"
             " for samples, or --write-reference for statistics of images"
         )
+    initialize()
     reference = None if wanted.reference is None else Reference.read(wanted.reference)
     found: dict[str, float] = {}
     with given.made() as (config, model):
@@ -87,7 +93,7 @@ def evaluate(
         autoencoder = None
         if wanted.stage1 is not None:
             autoencoder = trained_autoencoder(model, wanted.stage1)
-        measures = published.load(say)
+        measures = published.load(say, devices)
 
         def images(split: str) -> Iterator[tuple[torch.Tensor, Any]]:
             for batch in batches(config, given.data, split=split, workers=workers):
@@ -96,22 +102,29 @@ def evaluate(
         if wanted.write is not None or (samples is not None and reference is None):
             features = measures.features(images(wanted.split))
             say(f"statistics of {features.pool.count} images of {wanted.split}")
-            if wanted.write is not None:
+            if wanted.write is not None and jax.process_index() == 0:
                 features.write(wanted.write)
             reference = reference or Reference.of(features)
         if samples is not None:
             assert reference is not None
             features = measures.features(samples)
             found |= reference.distances(features) | {"IS": features.score()}
+            if "precision" not in found:
+                say(
+                    "precision and recall are left out: they need the features of four or more"
+                    " images and samples, which --write-reference keeps"
+                )
         if autoencoder is not None:
-            found |= _of_reconstructions(measures, autoencoder, list(images("val")))
+            found |= _of_reconstructions(measures, autoencoder, list(images("val")), devices)
     return found
 
 
-def _of_reconstructions(measures: Measures, autoencoder: Any, given: list[Any]) -> dict[str, float]:
+def _of_reconstructions(
+    measures: Measures, autoencoder: Any, given: list[Any], devices: Sequence[Any] | None
+) -> dict[str, float]:
     """Return rFID, PSNR, SSIM and LPIPS of images and their reconstructions."""
-    ported = tpuport.convert(autoencoder, methods=(reconstructed,), verify=False)
-    made = [tpuport.to_torch(ported.reconstructed(images)) for images, _ in given]
+    network = Spread(autoencoder, reconstructed, devices)
+    made = [network.own(network(valid, x)[0], len(x)) for x, valid in given]
     pairs = [(x, y, valid) for (x, valid), y in zip(given, made, strict=True)]
     real = Reference.of(measures.features(given))
     between = real.distances(measures.features([(y, valid) for _, y, valid in pairs]))
@@ -126,7 +139,9 @@ def preparation_of(name: str) -> Preparation:
 
 
 def write(path: Path, found: dict[str, float]) -> None:
-    """Write measures as JSON."""
+    """Write measures as JSON, if this is the first process."""
+    if jax.process_index() > 0:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing_file(path) as temporary:
         temporary.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -21,6 +21,8 @@ from recipes.mae_dit.models import Autoencoder, make_autoencoder
 from recipes.mae_dit.statistics import LatentStatistics, statistics
 from recipes.mae_dit.upstream import checkout
 from recipes.mae_dit.weights import MODEL, load_run
+from tpuport.foundation.errors import UsageError
+from tpuport.foundation.files import replacing_file
 
 _SHOWN = 8  # columns of a picture
 
@@ -58,7 +60,7 @@ def train(
     with given.made() as (config, model):
         gan = gan_of(config)
         perceptual = load_lpips(*published, say=say)
-        judge = make_discriminator(gan.disc.arch, config.seed)
+        judge = make_discriminator(gan.disc.arch, config.seed, say)
         modules = Stage1(model, judge, perceptual, gan)
         with training_batches(config, given.data, workers=workers) as batches_:
             steps = stage1.Stage1Steps(modules, config, len(batches_))
@@ -123,8 +125,11 @@ def reconstruct(given: Given, run: Path, out: Path) -> tuple[int, float]:
             error = np.square(made - images).mean((1, 2, 3))[valid]
             found.extend(-10 * np.log10(np.maximum(error, 1e-10)))
             rows.extend(zip(images[valid], made[valid], strict=True))
+    if not found:
+        raise UsageError("no image for validation can be decoded: there is nothing to reconstruct")
     out.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(grid(rows[: 2 * _SHOWN])).save(out)
+    with replacing_file(out) as temporary:
+        Image.fromarray(grid(rows[: 2 * _SHOWN])).save(temporary, format="PNG")
     return len(found), float(np.mean(found))
 
 

@@ -6,13 +6,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
 import tpuport
 from recipes.mae_dit.config import Config
+from recipes.mae_dit.discriminator import ActNorm
 from recipes.mae_dit.losses import Active, Stage1, active_in, gan_of
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.records import check_run
+from tpuport.foundation import pytree
 from tpuport.model.ported_model import PortedModel
 from tpuport.training import (
     Alternating,
@@ -80,6 +84,56 @@ class GeneratorOnly:
         return state, {**named, "generator/loss": metrics["loss"]}
 
 
+class FirstScales:
+    """The discriminator's step, before which its `ActNorm`s take their scales from the first batch.
+
+    With accumulation they are those of its first part. Numbers that `augment` draws are others than
+    those of the step, as long as the batch does not give them.
+
+    Args:
+        step: The step.
+        norms: Names of the norms.
+        parts: Parts of an update.
+    """
+
+    def __init__(self, step: TrainStep, norms: list[str], parts: int) -> None:
+        self._step, self._parts = step, parts
+        self._flags = [f"{norm}.initialized" for norm in norms]
+        self._names = [f"{norm}.{name}" for norm in norms for name in ("loc", "scale")]
+        self._scales = jax.jit(self._taken)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+    def __call__(self, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """Take one step."""
+        call = self._step.place(*args, **kwargs)
+        (batch,), _ = pytree.unflatten(call.spec, call.values)
+        found = {
+            name: jax.device_put(value, state.params[name].sharding)
+            for name, value in self._scales(state, batch).items()
+        }
+        flags = {name: jnp.ones_like(state.buffers[name]) for name in self._flags}
+        state = replace(state, params={**state.params, **found}, buffers={**state.buffers, **flags})
+        return self._step(state, call)
+
+    def _taken(self, state: TrainState, batch: Any) -> dict[str, jax.Array]:
+        """Return the scales that a state has, or else those of a batch.
+
+        The program decides, as an answer to Python would wait for the devices in each step.
+        """
+
+        def of_batch() -> dict[str, jax.Array]:
+            part = {name: value[: len(value) // self._parts] for name, value in batch.items()}
+            given = {**state.frozen, **state.buffers, **state.params}
+            params = {name: given.pop(name) for name in self._step.ported.params}
+            key = jax.random.fold_in(state.key, state.step)
+            return self._step.ported.apply(params, given, key, part, method="first_scales")[0]
+
+        kept = {name: state.params[name] for name in self._names}
+        return jax.lax.cond(state.buffers[self._flags[0]] == 0, of_batch, lambda: kept)
+
+
 class Stage1Steps:
     """The steps of all epochs of a run, over one state.
 
@@ -112,13 +166,17 @@ class Stage1Steps:
         schedule = make_schedule(
             other, self._gan.disc.optimizer, steps_per_epoch, epochs - loss.disc_start
         )
-        self._discriminator = make_train_step(
+        parts = config.experiment.accu_step
+        self._discriminator: Any = make_train_step(
             self.ported,
             _discriminator,
             from_torch(self.ported, other, schedule, steps=steps),
-            accumulate=config.experiment.accu_step,
+            accumulate=parts,
             trainable="discriminator.**",
         )
+        norms = [n for n, m in modules.named_modules() if isinstance(m, ActNorm)]
+        if norms:
+            self._discriminator = FirstScales(self._discriminator, norms, parts)
         self._made: dict[Active, Any] = {}
 
     def of(self, epoch: int) -> Any:

@@ -1,6 +1,5 @@
 """Mean and variance of latents over a set of images, exactly once per image."""
 
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from recipes.mae_dit.arrays import opened
 from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.foundation.files import replacing_file
 
@@ -44,15 +44,13 @@ def read_statistics(path: Path) -> LatentStatistics:
 
     Raises:
         UsageError: There is no such file.
-        CheckpointError: It is damaged.
+        CheckpointError: It is damaged or of something else.
     """
-    if not path.is_file():
-        raise UsageError(f"{path} is not there. What to do: run stats first")
-    try:
-        with path.open("rb") as file, np.load(file) as found:
-            return LatentStatistics(found["mean"], found["var"], int(found["count"]))
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise CheckpointError(f"{path} is no file of stats: {error}") from error
+    with opened(path, absent="run stats first", damaged="run stats again") as file:
+        found = LatentStatistics(file["mean"], file["var"], int(file["count"]))
+    if found.mean.shape != found.var.shape or not np.isfinite(found.var).all():
+        raise CheckpointError(f"{path} has no statistics of latents. What to do: run stats again")
+    return found
 
 
 def statistics(latents: Iterable[tuple[Any, Any]]) -> LatentStatistics:

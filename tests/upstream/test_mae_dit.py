@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 
-from recipes.mae_dit.config import Config, load
+from recipes.mae_dit import dino
+from recipes.mae_dit.config import Config, DiscriminatorArch, load
 from recipes.mae_dit.discriminator import make_discriminator
 from recipes.mae_dit.evaluation import lpips
 from recipes.mae_dit.losses import Stage1, active_in, gan_of
@@ -28,6 +29,7 @@ from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.mae_dit.stage1 import Stage1Steps
 from recipes.mae_dit.stage2.training import Stage2, make_step
 from recipes.mae_dit.upstream import checkout, import_module
+from tests.recipes.mae_dit.eager import momenta
 from tests.upstream.mae_dit_checkout import (
     CHECKOUT,
     CONFIGS,
@@ -182,6 +184,41 @@ def given_numbers(**numbers: Any) -> Iterator[None]:
         yield
 
 
+def upstreams_discriminator(ours: nn.Module, arch: DiscriminatorArch) -> Any:
+    """Return upstream's own discriminator with the weights of the recipe's."""
+    module = theirs("rqvae.losses.vqgan.discriminator")
+    if not arch.use_dino:
+        made = module.NLayerDiscriminator(3, arch.ndf, arch.num_layers, arch.use_actnorm)
+        made.load_state_dict(ours.state_dict())
+        return made
+    sizes = {
+        "depth": SIZE.depth,
+        "key_depths": (2, 5, 8, 11),
+        "norm_eps": 1e-6,
+        "patch_size": SIZE.patch,
+        "in_chans": 3,
+        "embed_dim": SIZE.width,
+        "num_heads": SIZE.heads,
+        "mlp_ratio": 4.0,
+    }
+    dinodisc = theirs("rqvae.losses.vqgan.dinodisc")
+    with (
+        mock.patch.dict(dinodisc.recipes, small=sizes),
+        mock.patch.object(dinodisc, "RandomCrop"),  # of torchvision; it is never called
+    ):
+        made = module.DinoDiscriminator(
+            device="cpu", dino_ckpt_path=arch.dino_ckpt_path, ks=arch.ks, recipe="small"
+        )
+    heads = {n: v for n, v in ours.state_dict().items() if not n.startswith("dino.")}
+    made.load_state_dict(heads)
+    return made
+
+
+def gradients_of(module: nn.Module, prefix: str) -> dict[str, torch.Tensor]:
+    found = {f"{prefix}{n}": p.grad for n, p in module.named_parameters()}
+    return {n: v.clone() for n, v in found.items() if v is not None}
+
+
 class EagerStage1:
     """Upstream's modules and losses in eager PyTorch, in the order that the recipe documents."""
 
@@ -191,10 +228,8 @@ class EagerStage1:
         self.gan = gan
         own: Any = copy.deepcopy(modules.model)
         self.model = interfaces.Stage1ModelWrapper(own.stage_1_model, own.connector)
-        discriminators = theirs("rqvae.losses.vqgan.discriminator")
-        arch = gan.disc.arch
-        self.judge = discriminators.NLayerDiscriminator(3, arch.ndf, arch.num_layers)
-        self.judge.load_state_dict(modules.discriminator.state_dict())
+        self.judge = upstreams_discriminator(modules.discriminator, gan.disc.arch)
+        self.gradients: dict[str, torch.Tensor] = {}
         self.perceptual = self._lpips(modules.perceptual)
         self.augment = theirs("rqvae.losses.vqgan.diffaug").DiffAug()
         self.disc_loss = getattr(vqgan, f"{gan.loss.disc_loss}_d_loss")
@@ -241,6 +276,7 @@ class EagerStage1:
             found.append(self._generator(inputs, draws, active, len(parts)))
         clip = self.config.optimizer.clip_grad_norm
         norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), clip or float("inf")))
+        self.gradients = gradients_of(self.model, "model.")
         self.optimizer.step()
         self.schedule.step()
         self.model.zero_grad()
@@ -293,6 +329,7 @@ class EagerStage1:
         self.model.train()
         grads = [p.grad.norm() for p in self.judge.parameters() if p.grad is not None]
         metrics["disc_grad_norm"] = float(torch.stack(grads).norm())
+        self.gradients |= gradients_of(self.judge, "discriminator.")
         self.disc_optimizer.step()
         self.disc_schedule.step()
         self.judge.zero_grad()
@@ -300,30 +337,69 @@ class EagerStage1:
 
 
 NAMES = ("loss", "recon", "perceptual", "adversarial", "weight_of_it", "grad_norm")
+SIZE = dino.Size(patch=56, width=16, heads=2, depth=6)  # of a DINO: three heads
+JUDGES = {"patches": [], "actnorm": ["use_actnorm=true"], "dino": ["use_dino=true", "ks=3"]}
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_stage_1_is_upstreams(small, parts):
-    """A step before the discriminator, one that trains it, two with its opinion."""
+# Of biases before instance norms, which subtract them: rounding is all that they have.
+NO_GRADIENT = {"patches": ["discriminator.model.2.bias", "discriminator.model.5.bias"]}
+NO_GRADIENT |= {"actnorm": [], "dino": []}
+
+
+def stage_1_of(small: Path, kind: str, parts: int) -> tuple[Stage1, Config]:
+    """Return the modules of upstream's MAE, with a discriminator, and their configuration."""
     overrides = stage_1(ckpt_path=small / "mae")
     overrides += [f"experiment.accu_step={parts}", "optimizer.clip_grad_norm=0.5"]
     # Adam makes rounding large in gradients that are zero, as those of biases before norms are.
-    overrides += ["gan.disc.optimizer.type=sgd", "optimizer.type=sgd", "optimizer.init_lr=0.1"]
+    overrides += ["gan.disc.optimizer.type=sgd", "optimizer.type=sgd", "optimizer.init_lr=0.02"]
     overrides += ["optimizer.warmup.start_from_zero=false", "optimizer.warmup.epoch=1"]
     overrides += ["gan.disc.optimizer.warmup.start_from_zero=false"]
+    overrides += ["optimizer.weight_decay=0", "gan.disc.optimizer.weight_decay=0"]
+    overrides += [f"gan.disc.arch.{one}" for one in JUDGES[kind]]
+    if kind == "dino":
+        weights = dino.DinoDiscriminator(SIZE).dino.state_dict()
+        torch.save(weights, small / "dino.pth")
+        overrides.append(f"gan.disc.arch.dino_ckpt_path={small / 'dino.pth'}")
     config = load(CONFIGS / "stage1" / "mae" / "mae.yaml", overrides)
     config = narrow(config, disc_start=2, disc_upd_start=1, lpips_start=0, perceptual_weight=1.0)
     config = replace(config, experiment=replace(config.experiment, epochs=3))
     autoencoder = make_autoencoder(config, Path(CHECKOUT))
     autoencoder.stage_1_model.model.vit.requires_grad_(True)  # upstream's train_encoder
     autoencoder.stage_1_model.model.vit.embeddings.position_embeddings.requires_grad_(False)
-    judge = make_discriminator(gan_of(config).disc.arch)
+    with mock.patch.dict(dino.SIZES, S_16=SIZE):
+        judge = make_discriminator(gan_of(config).disc.arch)
     with mock.patch.object(lpips, "_CHANNELS", CHANNELS):
         perceptual = lpips.LPIPS()
-    modules = Stage1(autoencoder, judge, perceptual, gan_of(config))
+    return Stage1(autoencoder, judge, perceptual, gan_of(config)), config
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"), [("patches", 1), ("patches", 4), ("actnorm", 4), ("dino", 1)]
+)
+def test_stage_1_is_upstreams(small, kind, parts):
+    """A step before the discriminator, one that trains it, two with its opinion.
+
+    In one part there are sixteen steps more, whose losses stay within 1e-3.
+    """
+    with contextlib.ExitStack() as stack:
+        if kind != "patches" or parts == 1:
+            # Reconstructions are rounded to 8 bits for the discriminator. Of one that is nearly
+            # between two of them each side takes another, which changes gradients by a thousandth.
+            stack.enter_context(mock.patch.object(torch, "round", lambda x: x))
+        off = stage_1_off(small, kind, parts)
+    note(f"stage 1, {kind}, accumulation {parts}", **off)
+    assert off.pop("losses of 20") < 1e-3
+    assert max(off.values()) < 1e-4, off
+
+
+def stage_1_off(small: Path, kind: str, parts: int) -> dict[str, float]:
+    """Return how far steps are from upstream's."""
+    modules, config = stage_1_of(small, kind, parts)
     eager, steps = EagerStage1(modules, config), Stage1Steps(modules, config, 2)
-    state, worst = steps.of(0).init(), 0.0
-    for number, epoch in enumerate((0, 1, 2, 2)):
+    state, before = steps.of(0).init(), {}
+    off = {"numbers": 0.0, "gradients": 0.0, "losses of 20": 0.0}
+    epochs = (0, 1, 2, 2) + (2,) * (16 if parts == 1 else 0)
+    for number, epoch in enumerate(epochs):
         batch = images(4, 32, seed=number)
         del batch["label"]
         wanted = eager.step(batch, epoch)
@@ -332,18 +408,37 @@ def test_stage_1_is_upstreams(small, parts):
         if "disc_loss" in wanted:
             got["disc_loss"] = float(metrics["discriminator/loss"])
             got["disc_grad_norm"] = float(metrics["discriminator/grad_norm"])
-        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-        worst = max(worst, *(abs(got[n] - w) / max(abs(w), 1e-6) for n, w in wanted.items()))
+        assert got.keys() == wanted.keys()
+        apart = {n: abs(got[n] - w) / max(abs(w), 1e-2) for n, w in wanted.items()}
+        if number < 4:
+            off["numbers"] = max(off["numbers"], *apart.values())
+            after = momenta(state)
+            found = {n: after[n] - 0.9 * before[n] if before else after[n] for n in eager.gradients}
+            for name in NO_GRADIENT[kind]:
+                for gradients in (found, eager.gradients):
+                    assert float(gradients.pop(name, torch.zeros(1)).abs().max()) < 1e-5, name
+            off["gradients"] = max(off["gradients"], differences(found, eager.gradients))
+            before = after
+        losses = [v for n, v in apart.items() if n in ("loss", "disc_loss")]
+        off["losses of 20"] = max(off["losses of 20"], *losses)
+        if number == 3:
+            off |= compared(steps, state, eager)
+    return off
+
+
+def compared(steps: Stage1Steps, state: Any, eager: EagerStage1) -> dict[str, float]:
+    """Return how far weights, buffers and averages are from upstream's."""
     trained: Any = steps.of(2).load_state(state).to_torch()
     averaged: Any = steps.of(2).load_state(state, ema=True).to_torch()
-    off = {
-        "numbers": worst,
+    judge = trained.discriminator.state_dict()
+    judge = {n: v for n, v in judge.items() if not n.startswith("dino.")}
+    for name, value in eager.judge.state_dict().items():
+        assert value.is_floating_point() or torch.equal(judge[name], value), name
+    return {
         "weights": differences(trained.model.state_dict(), eager.model.state_dict()),
-        "discriminator": differences(trained.discriminator.state_dict(), eager.judge.state_dict()),
+        "discriminator": differences(judge, eager.judge.state_dict()),
         "averages": differences(averaged.model.state_dict(), eager.ema.module.state_dict()),
     }
-    note(f"stage 1, accumulation {parts}", **off)
-    assert max(off.values()) < 1e-4, off
 
 
 @pytest.mark.parametrize("name", DENOISERS)

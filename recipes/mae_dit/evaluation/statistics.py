@@ -1,13 +1,15 @@
 """Sums over samples, the Fréchet distance between them, and files of reference statistics."""
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from recipes.mae_dit.arrays import opened
 from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.foundation.files import replacing_file
+
+ROWS = "pool"  # features of single images, in a file of statistics
 
 
 @dataclass
@@ -99,24 +101,7 @@ def read_reference(path: str | Path, *, spatial: bool = False) -> tuple[np.ndarr
         CheckpointError: It is damaged, or reading it would run code.
     """
     names = ("mu_s", "sigma_s") if spatial else ("mu", "sigma")
-    if not Path(path).is_file():
-        raise UsageError(f"{path} is not there. What to do: give a file of reference statistics")
-    try:
-        # numpy leaves a file open that it opened itself, if it is no zip.
-        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
-            missing = [name for name in names if name not in file.files]
-            if missing:
-                raise UsageError(
-                    f"{path} has {', '.join(file.files)}, and no {missing[0]!r}. What to do: give"
-                    " statistics of pytorch-fid or ADM"
-                )
-            mean, cov = (file[name].astype(np.float64) for name in names)
-    except UsageError:
-        raise
-    except (OSError, ValueError, EOFError, AttributeError, zipfile.BadZipFile) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. What to do: get it again"
-        ) from error
+    mean, cov = (part.astype(np.float64) for part in _read(path, names))
     if mean.ndim != 1 or cov.shape != (len(mean), len(mean)):
         raise CheckpointError(
             f"{path}: {names[0]} is {mean.shape} and {names[1]} {cov.shape}, expected (D,), (D, D)"
@@ -124,11 +109,38 @@ def read_reference(path: str | Path, *, spatial: bool = False) -> tuple[np.ndarr
     return mean, cov
 
 
-def write_reference(path: str | Path, pool: Moments, spatial: Moments | None = None) -> None:
-    """Write statistics that pytorch-fid and ADM read, to a whole file or none."""
+def read_features(path: str | Path, width: int) -> np.ndarray:
+    """Read the features (N, width) that `write_reference` wrote; raises as `read_reference`."""
+    (rows,) = _read(path, (ROWS,))
+    if rows.ndim != 2 or rows.shape[1] != width:
+        raise CheckpointError(f"{path}: {ROWS} is {rows.shape}, expected (N, {width})")
+    return rows
+
+
+def _read(path: str | Path, names: tuple[str, ...]) -> list[np.ndarray]:
+    absent = "give a file of reference statistics"
+    with opened(Path(path), absent=absent, damaged="get it again") as file:
+        missing = [name for name in names if name not in file.files]
+        if missing:
+            raise UsageError(
+                f"{path} has {', '.join(file.files)}, and no {missing[0]!r}. What to do: give"
+                " statistics of pytorch-fid or ADM"
+            )
+        return [file[name] for name in names]
+
+
+def write_reference(
+    path: str | Path,
+    pool: Moments,
+    spatial: Moments | None = None,
+    rows: np.ndarray | None = None,
+) -> None:
+    """Write statistics that pytorch-fid and ADM read, and features, to a whole file or none."""
     found: dict[str, np.ndarray] = dict(zip(("mu", "sigma"), pool.gaussian(), strict=True))
     if spatial is not None:
         found |= dict(zip(("mu_s", "sigma_s"), spatial.gaussian(), strict=True))
+    if rows is not None:
+        found[ROWS] = rows
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with replacing_file(Path(path)) as temporary, temporary.open("wb") as file:
         np.savez(file, **found)  # pyright: ignore[reportCallIssue, reportArgumentType]

@@ -133,22 +133,31 @@ class Sampler:
         Args:
             count: Number of images.
             seed: Random seed.
-            batch_size: Images of a batch. The last one is filled up before it is sampled.
+            batch_size: Images of a batch. Of the last one the first are taken.
             params: Weights of the ported modules, of which those of the denoiser are taken.
         """
+        parts = range(-(-count // batch_size))
+        found = [self.batch(number, seed, batch_size, params) for number in parts]
+        return np.concatenate(found)[:count], self.labels(0, count)
+
+    def labels(self, start: int, count: int) -> np.ndarray:
+        """Return the labels of images from one on."""
+        classes = self.sampling.num_classes
+        return (np.arange(start, start + count) % classes).astype(np.int32)
+
+    def batch(
+        self, number: int, seed: int, size: int, params: Mapping[str, jax.Array] | None = None
+    ) -> np.ndarray:
+        """Return one batch of `images`, which depends on no other."""
         own = self._denoiser.params
         if params is not None:
             own = {name: params[f"{self._prefix}.{name}"] for name in own}
-        labels = (np.arange(count) % self.sampling.num_classes).astype(np.int32)
-        key, found = jax.random.key(seed), []
-        for number, start in enumerate(range(0, len(labels), batch_size)):
-            filled = np.resize(labels[start : start + batch_size], batch_size)
-            first, second = jax.random.split(jax.random.fold_in(key, number))
-            noise = jax.random.normal(first, (batch_size, *self._shape))
-            zs = self._program(own, noise, jnp.asarray(filled), second)
-            found.append(tpuport.to_numpy(self._decoder.images_of(zs)))
-        pixels = np.concatenate(found)[:count].transpose(0, 2, 3, 1)
-        return np.round(pixels * 255).astype(np.uint8), labels
+        labels = self.labels(number * size, size)
+        first, second = jax.random.split(jax.random.fold_in(jax.random.key(seed), number))
+        noise = jax.random.normal(first, (size, *self._shape))
+        zs = self._program(own, noise, jnp.asarray(labels), second)
+        pixels = tpuport.to_numpy(self._decoder.images_of(zs)).transpose(0, 2, 3, 1)
+        return np.round(pixels * 255).astype(np.uint8)
 
 
 def _sample(

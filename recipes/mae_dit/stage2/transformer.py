@@ -43,7 +43,7 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         self.patch_size, self.out_channels = patch_size, out_channels
-        self.x_embedder = _Patches(in_channels, hidden_size, patch_size)
+        self.x_embedder = Patches(in_channels, hidden_size, patch_size)
         self.t_embedder = _Times(hidden_size, time_scale)
         self.y_embedder = _Labels(num_classes, hidden_size)
         places = _positions(hidden_size, input_size // patch_size)
@@ -115,12 +115,15 @@ class DiffusersTransformer(nn.Module):
         return self.dit(x, timestep=t * self._time_scale, class_labels=labels).sample
 
 
-class _Patches(nn.Module):
+class Patches(nn.Module):
+    """A vector for each patch of images."""
+
     def __init__(self, channels: int, width: int, size: int) -> None:
         super().__init__()
         self.proj = nn.Conv2d(channels, width, size, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the vectors (B, patches, width) of images (B, C, H, W)."""
         return self.proj(x).flatten(2).transpose(1, 2)
 
 
@@ -146,31 +149,37 @@ class _Labels(nn.Module):
         return self.embedding_table(labels)
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Attention of tokens to each other, with the names of timm's."""
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self._heads = heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what tokens (B, N, width) take from each other."""
         parts = self.qkv(x).unflatten(2, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         found = F.scaled_dot_product_attention(*parts.unbind(0))
         return self.proj(found.transpose(1, 2).flatten(2))
 
 
-class _Layers(nn.Module):
+class Layers(nn.Module):
+    """The two layers of a block, with the names of timm's."""
+
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return tokens (B, N, width), each changed by itself."""
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
 class _Block(nn.Module):
     def __init__(self, width: int, heads: int, inner: int) -> None:
         super().__init__()
-        self.attn, self.mlp = _Attention(width, heads), _Layers(width, inner)
+        self.attn, self.mlp = Attention(width, heads), Layers(width, inner)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,7 @@ def test_a_cache_has_the_bits_of_the_encoder(folder):
 def test_the_commands_lead_from_images_to_measures(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(measures, "load_inception", lambda *_, **__: Means().eval())
     monkeypatch.setattr(measures, "load_lpips", lambda *_, **__: Difference().eval())
+    monkeypatch.setattr(generation, "load_inception", lambda *_, **__: Means().eval())
     config, stage1 = str(folder / "stage2.yaml"), ["--stage1", str(folder / "stage1")]
     latents = [*stage1, "--stats", str(folder / "stats.npz"), "--set", NORMALISED]
     images, run, out = ["--data", str(folder / "data")], str(tmp_path / "run"), tmp_path / "m.json"
@@ -82,11 +83,21 @@ def test_the_commands_lead_from_images_to_measures(folder, tmp_path, monkeypatch
         return done.output
 
     cached = ["--cache", str(folder / "cache"), "-o", run, "--grid-every", "4"]
-    do("stage2", *latents, *cached)
+    while_training = ["--evaluate-every", "2", "--evaluate-count", "7"]
+    said = do("stage2", *latents, *cached, *images, *while_training)
+    assert "statistics of 10 images" in said
+    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    curve = {line["step"]: line["evaluate/FID"] for line in lines if "evaluate/FID" in line}
+    assert [*curve] == [2, 4, 6]
+    drawn = (tmp_path / "run" / "fid.svg").read_text()
+    assert all(f"step {step}: FID {value:.4g}" in drawn for step, value in curve.items())
     assert sorted(p.name for p in (tmp_path / "run" / "grids").iterdir()) == [
         "step-000004.png",
         "step-000006.png",
     ]
+    given = ["stage2", config, *latents, *cached, *images, *while_training]
+    refused = CliRunner().invoke(app, [*given, "--preparation", "tensorflow"])
+    assert "preparation was 'pytorch', is 'tensorflow'" in " ".join(refused.output.split())
     said = do("sample", *latents, "--untrained", "--count", "3", "-o", str(tmp_path / "before"))
     assert "untrained" in said
     samples = tmp_path / "samples"
@@ -99,11 +110,18 @@ def test_the_commands_lead_from_images_to_measures(folder, tmp_path, monkeypatch
     files = ["--samples", str(samples / "samples.npz"), "-o", str(out)]
     do("evaluate", *stage1, *images, *files, *reference)
     found = json.loads(out.read_text())
-    assert found.keys() == {"FID", "sFID", "IS", "rFID", "PSNR", "SSIM", "LPIPS"}
+    of_samples = {"FID", "sFID", "IS", "precision", "recall"}
+    assert found.keys() == of_samples | {"rFID", "PSNR", "SSIM", "LPIPS"}
     assert np.isfinite([*found.values()]).all()
+    # The last evaluation of the run is that of its samples.
+    how = ["--count", "7", "-o", str(tmp_path / "last")]
+    do("sample", *latents, "--run", run, *how)
+    last = ["--samples", str(tmp_path / "last" / "samples.npz"), "-o", str(tmp_path / "last.json")]
+    do("evaluate", *last, "--reference", str(tmp_path / "run" / "reference.npz"))
+    assert json.loads((tmp_path / "last.json").read_text())["FID"] == pytest.approx(curve[6])
     do("evaluate", *files, "--reference", str(tmp_path / "reference.npz"))
     again = json.loads(out.read_text())
-    assert again == pytest.approx({name: found[name] for name in ("FID", "sFID", "IS")})
+    assert again == pytest.approx({name: found[name] for name in of_samples})
 
 
 def test_images_and_their_cache_train_alike(folder, tmp_path):
@@ -200,7 +218,9 @@ def test_what_does_not_fit_is_named(folder, tmp_path):
     refused("do_normalize is false", train(whole, "arch.do_normalize=false"))
     refused("stage 1 has random weights", train(Sources(None, stats)))
     refused("none.model.safetensors is not there", train(Sources(tmp_path / "none", stats)))
-    refused("is no file of stats", train(Sources(stage1, folder / "stage2.yaml")))
+    refused(
+        r"stage2\.yaml cannot be read.*run stats", train(Sources(stage1, folder / "stage2.yaml"))
+    )
     refused(
         "latents of another transforms", train(whole, "dataset.transforms.type=imagenetMAE16x16")
     )

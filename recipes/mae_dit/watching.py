@@ -1,0 +1,159 @@
+"""What stage 2 shows while it trains: pictures of samples, and their distance to images."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from PIL import Image
+
+from recipes.mae_dit.evaluation.measuring import Measures, Reference, in_batches
+from recipes.mae_dit.stage2.sampling import Sampler
+from tpuport.foundation.files import replacing_file
+
+SHOWN = 8  # columns of a grid
+_PICTURES = 32
+_NAME = "evaluate/FID"
+_WIDTH, _HEIGHT, _EDGE = 640, 320, 48  # pixels of a curve
+
+Watcher = Callable[[Any, int, Mapping[str, jax.Array]], Mapping[str, float] | None]
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Watchers, each with its own number of updates between two looks.
+
+    Args:
+        watchers: Pairs of that number and a function of the sampler, the step's number and weights.
+        sampler: Samples images.
+        averaged: Whether the averaged weights are looked at.
+        last: The last update, after which all of them look.
+    """
+
+    watchers: list[tuple[int, Watcher]]
+    sampler: Sampler
+    averaged: bool
+    last: int
+
+    @property
+    def every(self) -> int:
+        """Return the number of updates between two calls."""
+        return math.gcd(*(every for every, _ in self.watchers))
+
+    def __call__(self, step: Any, state: Any) -> dict[str, float]:
+        """Look at a state, and return numbers by name."""
+        number, found = int(state.step), {}
+        due = [look for every, look in self.watchers if number % every == 0 or number == self.last]
+        if due:
+            weights = step.load_state(state, ema=self.averaged).params
+            for look in due:
+                found |= look(self.sampler, number, weights) or {}
+        return found
+
+
+@dataclass(frozen=True)
+class Grids:
+    """Pictures of samples, of the same noise each time.
+
+    Args:
+        folder: Where to write them.
+        seed: Random seed.
+        batch_size: Images of a batch.
+    """
+
+    folder: Path
+    seed: int
+    batch_size: int
+
+    def __call__(self, sampler: Sampler, number: int, weights: Mapping[str, jax.Array]) -> None:
+        """Write the picture of some weights."""
+        size = min(self.batch_size, _PICTURES)
+        made = sampler.images(_PICTURES, self.seed, size, weights)
+        write_grid(self.folder / f"step-{number:06d}.png", made[0])
+
+
+@dataclass(frozen=True)
+class Distances:
+    """FID and its kin of samples, of the same noise each time, and their curve in OUT/fid.svg.
+
+    Args:
+        measures: The network of FID, over all devices.
+        reference: The statistics of images.
+        out: Folder of the run, whose log has earlier numbers.
+        count: Samples.
+        seed: Random seed.
+        batch_size: Images of a batch.
+    """
+
+    measures: Measures
+    reference: Reference
+    out: Path
+    count: int
+    seed: int
+    batch_size: int
+
+    def __call__(
+        self, sampler: Sampler, number: int, weights: Mapping[str, jax.Array]
+    ) -> dict[str, float]:
+        """Return the measures of some weights."""
+        size = min(self.batch_size, self.count)
+        images, _ = sampler.images(self.count, self.seed, size, weights)
+        features = self.measures.features(in_batches(images, size))
+        found = {**self.reference.distances(features), "IS": features.score()}
+        points = {step: v for step, v in logged(self.out / "log.jsonl").items() if step < number}
+        write_curve(self.out / "fid.svg", {**points, number: found["FID"]})
+        return found
+
+
+def logged(path: Path) -> dict[int, float]:
+    """Return the FIDs of a run's log, by the step after which each was measured."""
+    if not path.is_file():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {line["step"]: line[_NAME] for line in lines if line.get(_NAME) is not None}
+
+
+def write_curve(path: Path, points: Mapping[int, float]) -> None:
+    """Draw values over steps, from zero on, as SVG."""
+    right, top = max(points), max([*points.values(), 1e-9])
+    places = [
+        (
+            _EDGE + (_WIDTH - 2 * _EDGE) * step / right,
+            _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * value / top,
+            f"step {step}: FID {value:.4g}",
+        )
+        for step, value in sorted(points.items())
+    ]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
+    dots = "".join(
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{text}</title></circle>'
+        for x, y, text in places
+    )
+    low, far = _HEIGHT - _EDGE, _WIDTH - _EDGE
+    text = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+        ' font-family="sans-serif" font-size="12">'
+        f'<path d="M{_EDGE},{_EDGE}V{low}H{far}" fill="none" stroke="gray"/>'
+        f'<polyline points="{line}" fill="none" stroke="black"/>{dots}'
+        f'<text x="{_EDGE}" y="{_EDGE - 12}">FID, up to {top:.4g}</text>'
+        f'<text x="{far}" y="{low + 20}" text-anchor="end">step {right}</text></svg>\n'
+    )
+    with replacing_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_grid(path: Path, images: np.ndarray) -> None:
+    """Write images (N, H, W, 3) of 8 bits as one picture of rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = -(-len(images) // SHOWN)
+    filled = np.full((rows * SHOWN, *images.shape[1:]), 255, np.uint8)
+    filled[: len(images)] = images
+    height, width = images.shape[1:3]
+    lines = filled.reshape(rows, SHOWN, height, width, 3).transpose(0, 2, 1, 3, 4)
+    with replacing_file(path) as temporary:
+        picture = Image.fromarray(lines.reshape(rows * height, SHOWN * width, 3))
+        picture.save(temporary, format="PNG")
