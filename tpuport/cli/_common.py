@@ -9,8 +9,11 @@ import typer
 
 from tpuport.foundation.errors import MissingExtraError, PortError, TpuportError
 
+# Exit codes of all commands; docs/exit_codes.md says which command has which.
 FAILED = 1
 WRONG_CALL = 2
+DOES_NOT_FIT = 3
+NEEDS_YOU = 4
 
 
 @contextmanager

@@ -36,6 +36,17 @@ Plain = Annotated[
         "eager PyTorch.",
     ),
 ]
+Before = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        rich_help_panel=_RUNS,
+        help="A Python file that both runs execute before the script, as `__before__`.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -67,6 +78,7 @@ def verify(
     drift: Drift = 1e-3,
     plain: Plain = False,
     run_option: options.RunOptions = None,
+    before: Before = None,
     out: Out = None,
     report: Report = None,
     as_json: options.AsJson = False,
@@ -88,7 +100,7 @@ def verify(
 
         if report is not None and report.suffix not in (".html", ".json", ".txt"):
             raise UsageError(f"Expected a report ending in .json, .html or .txt, got {report}.")
-        what = VerifiedScript(script, args or (), steps, seed, plain, run_option or ())
+        what = VerifiedScript(script, args or (), steps, seed, plain, run_option or (), before)
         say(f"tpuport verify: running {script} twice")
         found = verify_script(what, out or Path(f"verify-{script.stem}"), Limits(rtol, drift))
         if report is not None:
