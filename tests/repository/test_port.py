@@ -180,7 +180,7 @@ def test_stages_are_done_once(
 @pytest.mark.parametrize(
     ("ended", "state", "answer"),
     [
-        (Finished(None, "", "still"), "needs you", "did not make 5 steps in 15 minutes"),
+        (Finished(None, "", "still"), "needs you", "did not make 3 steps in 15 minutes"),
         (Finished(2, "", "error"), "needs you", "fails in eager PyTorch"),
         (Finished(1, json.dumps({"failure": "boom"}), ""), "failed", "fails when it is ported"),
         (

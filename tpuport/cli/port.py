@@ -111,7 +111,7 @@ def port(
     args: options.ScriptArguments = None,
     entry: Entry = None,
     run: Run = False,
-    steps: Steps = 5,
+    steps: Steps = 3,
     minutes: Minutes = 15.0,
     run_option: options.RunOptions = None,
     set_: Changes = None,
