@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tpuport.cli import _options as options
-from tpuport.cli import compile, doctor, lint, port, rewrite, rules, run, verify, warmup
+from tpuport.cli import compile, doctor, lint, port, recipe, rewrite, rules, run, verify, warmup
 from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes, printable
 from tpuport.foundation.version import __version__
 
@@ -65,6 +65,9 @@ app.command()(verify.verify)
 app.command()(warmup.warmup)
 app.command("compile")(compile.compile_)
 app.command()(doctor.doctor)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
+    recipe.recipe
+)
 
 
 @app.command()
