@@ -164,6 +164,8 @@ def _verified(
         answer += f": {error}" if (error := _last_error(result["log"])) else "."
         ask = "make it run with `python` first: give the arguments that it needs after --"
         ask += "".join(f"; {launch}" for launch in shown_launches(entry)[:1])
+        if absent := _ABSENT.search(error):
+            ask = f"install {absent[1].partition('.')[0]}"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     result["verification"] = found
     if found["failure"]:
@@ -200,6 +202,7 @@ def _on_what(result: dict[str, Any]) -> str:
 _ERROR = re.compile(
     r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*|\S+: error: .*)$"
 )
+_ABSENT = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'")
 _PLACE = re.compile(r'^\s*File "(?P<file>[^"/<][^"]*)", line (?P<line>\d+)')
 
 

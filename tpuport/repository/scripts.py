@@ -15,6 +15,8 @@ _LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
 _PROMPT = re.compile(r"^[^`'\"]*?\$ ")
 _SHELL = {".sh", ".bash", ".md", ".slurm", ".sbatch"}
 _LARGEST = 1_000_000
+# A module, and the package without which it cannot be imported.
+_NEEDED_BY = {"torch.utils.tensorboard": "tensorboard"}
 _HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
 
 
@@ -220,6 +222,7 @@ def _reached(
             if target is None:
                 if not name.startswith("."):
                     found.add(name.partition(".")[0])
+                    found |= {package for start, package in _NEEDED_BY.items() if name == start}
             elif target not in done:
                 done.add(target)
                 waiting.append((target, seen[target].imports if target in seen else set()))
