@@ -16,6 +16,9 @@ ROOT = Path(__file__).parent.parent
 _LINK = re.compile(
     r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<place>#[^)]*)?\)"
 )
+_CODE = re.compile(r"(`+[^`]*`+)")
+_INDEX = re.compile(r"\] ?\[(\d+)\]")
+_BOX = re.compile(r"^(\s*[-*]) \[ \] ", re.MULTILINE)
 
 
 def _others() -> dict[str, str]:
@@ -39,6 +42,11 @@ def on_files(files: Files, config: Any) -> Files:
         text = (ROOT / source).read_text(encoding="utf-8")
         page = File.generated(config, f"more/{name}", content=text)
         files.append(page)
+    for path in sorted((ROOT / "recipes").glob("*/pictures/*")):
+        name = f"more/pictures/{path.name}"
+        if files.get_file_from_path(name) is not None:
+            raise ValueError(f"two pictures of recipes have the name {path.name}")
+        files.append(File.generated(config, name, abs_src_path=str(path)))
     return files
 
 
@@ -63,7 +71,14 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         link = posixpath.relpath(wanted, posixpath.dirname(page.file.src_uri) or ".")
         return f"[{match['text']}]({link}{match['place'] or ''})"
 
-    return _outside_code(markdown, lambda text: _LINK.sub(led, text))
+    # Markdown takes a box before a link for a reference to it.
+    return _outside_code(markdown, lambda text: _escaped(_LINK.sub(led, text)))
+
+
+def _escaped(text: str) -> str:
+    """Keep Markdown from taking a box before a link, or a second index, for a reference."""
+    parts = _CODE.split(_BOX.sub(r"\1 ☐ ", text))
+    return "".join(p if n % 2 else _INDEX.sub(r"]\[\1]", p) for n, p in enumerate(parts))
 
 
 def _outside_code(markdown: str, change: Any) -> str:

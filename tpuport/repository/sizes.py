@@ -28,8 +28,9 @@ _HEADS = re.compile(r"n_heads?|num_(attention_)?heads|nheads?")
 _WIDTH = re.compile(r"n_embd|hidden_size|d_model|embed_dim|dim_model")
 _SMALL_HEADS, _SMALL_WIDTH = 2, 64
 _DATA = re.compile(r"data|dataset|root|path|dir|folder|corpus")
-_ORDER: list[str] = (
-    "nano micro tiny mini small s base b medium m large l huge h giant g xl xxl".split()
+_ORDER = (
+    *("nano", "micro", "tiny", "mini", "small", "s", "base", "b", "medium", "m"),
+    *("large", "l", "huge", "h", "giant", "g", "xl", "xxl"),
 )
 _NAMES_MODEL = re.compile(r"(\w+_)?(model|arch)(_name|_type)?")
 
