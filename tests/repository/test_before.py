@@ -111,6 +111,16 @@ def test_made_up_files_are_the_same_each_time(tmp_path: Path) -> None:
     assert SeenRun(tmp_path, []).made(str(tmp_path / "a"), make_text) == str(tmp_path / "a")
 
 
+def test_after_the_script_nothing_is_seen(tmp_path: Path) -> None:
+    seen = SeenRun(tmp_path, [])
+    seen.watch("os.system", (b"one",))
+    seen.stop()
+    seen.watch("os.system", (b"two",))
+    seen.watch("os.mkdir", ("/outside", 0, -1))
+    lines = (tmp_path / "seen.jsonl").read_text().splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["one"]
+
+
 def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     image = pytest.importorskip("PIL.Image")
     from tpuport.repository import before

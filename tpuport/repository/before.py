@@ -69,6 +69,10 @@ class SeenRun:
         self.known: dict[str, set[str]] = {}
         self.busy = False
 
+    def stop(self) -> None:
+        """See nothing more: the script has ended, and this process goes on."""
+        self.busy = True
+
     def note(self, kind: str, what: str, instead: str = "") -> None:
         """Write down a thing that was seen, once."""
         known = self.known.setdefault(kind, set())
@@ -329,4 +333,4 @@ def prepare() -> SeenRun:
 
 
 if __name__ == "__before__":
-    prepare()
+    SEEN = prepare()

@@ -108,11 +108,12 @@ def program() -> dict[str, Any]:
     from tpuport.compat.runner.run import RunTarget, run
 
     settings = json.loads(Path(os.environ[SETTINGS]).read_text())
-    runpy.run_path(settings["before"], {"FOLDER": settings["folder"]}, "__before__")
+    place = runpy.run_path(settings["before"], {"FOLDER": settings["folder"]}, "__before__")
     capture = ModelCapture(settings["trains"])
     target = RunTarget(settings["script"], arguments=settings["arguments"])
     with capture.installed():
         run(target, rewrite=False, quiet=True, ends_process=False, port_modules=False)
+    place["SEEN"].stop()
     if capture.found is None:
         raise UsageError("The script ended before an optimizer's model was called.")
     return capture.found
