@@ -10,7 +10,7 @@ FROM := pyproject.toml constraints.txt
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tpu test test-all lint format typecheck fuzz bench docs clean
+.PHONY: help demo tpu test test-all lint format typecheck fuzz bench docs docs-site dist try-newer clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -51,8 +51,20 @@ bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*
 docs: $(VENV)/.installed-dev ## regenerate the generated pages of docs/
 	@for script in docs/generate_*.py; do echo "$$script"; $(BIN)/python "$$script" || exit 1; done
 
+docs-site: $(VENV)/.installed-site ## build the documentation as a site in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "build/site/index.html"
+
+dist: $(VENV)/.installed-release ## build the wheel and the sdist in dist, and check both
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+
+try-newer: $(BIN)/python ## test newer versions of torch, jax and torchax in an environment of its own
+	$(BIN)/python -m benchmarks.newer_versions
+
 clean: ## remove .venv and every cache
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis build dist
 
 $(BIN)/python:
 	@command -v $(PYTHON) >/dev/null || \
@@ -71,3 +83,11 @@ $(VENV)/.installed-dev: $(FROM) | $(BIN)/python
 # Of someone else's model only its own files: what it depends on is for CUDA.
 	@$(INSTALL) --no-deps hyvideo-fork openpi-client
 	@touch $@ $(VENV)/.installed-demo
+
+$(VENV)/.installed-site: $(VENV)/.installed-demo
+	@$(INSTALL) -e ".[jax,site]"
+	@touch $@
+
+$(VENV)/.installed-release: $(FROM) | $(BIN)/python
+	@$(INSTALL) build twine
+	@touch $@

@@ -54,7 +54,8 @@ def told(tmp_path_factory) -> Told:
         for name, blocks in (("video_transformer", "transformer_blocks"), ("planner", "blocks")):
             make = getattr(story, f"make_{name}")
             patch.setattr(story, f"make_{name}", partial(first_block, make, blocks))
-        agrees = demo.run(out=out, console=Console(file=text, width=100, highlight=False))
+        console = Console(file=text, width=100, highlight=False)
+        agrees = demo.run(out=out, console=console, verbose=True)
     return Told(agrees, text.getvalue(), out, time.process_time() - start)
 
 
@@ -96,7 +97,7 @@ def test_it_shows_fresh_noise_and_speed(told: Told):
     assert "✔ each call of the jitted sampler draws fresh noise" in told.text
     assert "✔ torch.manual_seed repeats it" in told.text
     ratios = re.findall(r"takes (\d+\.\d\d)x the time of eager PyTorch", told.text)
-    assert len(ratios) == 2
+    assert len(ratios) == 4  # each at its place, and in the lines at the end
     assert all(0 < float(ratio) < 50 for ratio in ratios)
 
 
@@ -112,12 +113,35 @@ def test_it_is_quick(told: Told):
 
 @pytest.mark.parametrize(("ok", "sound"), [(False, True), (True, False)])
 def test_it_says_so_when_a_port_differs(monkeypatch, tmp_path, ok: bool, sound: bool):
-    report = PortReport("Model")
+    found = story.ToldModel("Model", PortReport("Model"), sound, [(sound, "a line")])
     monkeypatch.setattr(PortReport, "ok", ok)
-    monkeypatch.setattr(story, "_tell", lambda *args, **kwargs: (report, sound))
+    monkeypatch.setattr(story, "_told", lambda *args, **kwargs: found)
     text = io.StringIO()
     assert not demo.run(out=tmp_path / "r.html", console=Console(file=text, width=100))
     assert "A port differs" in text.getvalue()
+
+
+def test_it_ends_in_fifteen_lines(told: Told):
+    """Without -v nothing else is printed; what these lines say is in the long form too."""
+    end = told.text[told.text.rindex("─\n") + 2 :].splitlines()
+    assert len(end) + 2 <= 15, end  # the heading, and where there is more
+    assert sum(line.startswith("Both ports agree with eager PyTorch") for line in end) == 1
+    assert sum("✘ plain torchax: " in line for line in end) == 2
+    assert sum("silently different" in line for line in end) == 2
+    assert sum("as in eager PyTorch; worst relative error" in line for line in end) == 2
+
+
+def test_the_short_form_prints_only_what_it_keeps(monkeypatch, tmp_path):
+    def told(console: Console, example: DemoModel, *args: Any) -> story.ToldModel:
+        console.print("a detail")
+        return story.ToldModel(example.title, PortReport("Model"), True, [(True, "a line")])
+
+    monkeypatch.setattr(story, "_told", told)
+    text = io.StringIO()
+    demo.run(out=tmp_path / "r.html", console=Console(file=text, width=100))
+    assert "a detail" not in text.getvalue()
+    assert text.getvalue().count("✔ a line") == 2
+    assert text.getvalue().endswith("tpuport demo -v\n")
 
 
 def test_a_page_escapes_what_the_reports_say():

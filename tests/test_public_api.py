@@ -373,7 +373,7 @@ def test_the_demo_fails_when_parity_does(invoke, monkeypatch, tmp_path, holds, e
 
     monkeypatch.setattr("tpuport.demo.run", run)
     assert invoke("demo", "--out", str(tmp_path / "r.html")).exit_code == exit_code
-    assert given == {"out": tmp_path / "r.html"}
+    assert given == {"out": tmp_path / "r.html", "verbose": False, "as_json": False}
 
 
 def test_a_wrong_option_is_a_wrong_call(invoke):

@@ -3,6 +3,7 @@
 import importlib
 
 from tpuport.foundation.errors import MissingExtraError
+from tpuport.foundation.supported import warn_once
 
 MODULE_OF = {
     "CallErrors": "tpuport.model.call_errors",
@@ -53,4 +54,5 @@ def load(name: str) -> object:
         if missing is None:
             raise
         raise missing from None
+    warn_once()
     return module if module.__name__ == f"tpuport.{name}" else getattr(module, name)

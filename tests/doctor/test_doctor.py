@@ -104,7 +104,17 @@ def test_a_healthy_machine_has_no_findings(tmp_path: Path):
         ),
         (
             {"torch": "2.14.0"},
-            ("note", "torch", "2.14.0; tpuport is tested with 2.13.0", "pip install torch==2.13.0"),
+            (
+                "problem",
+                "torch",
+                "2.14.0 is not tested: tpuport is for 2.13 and newer, below 2.14; it is tested with"
+                " 2.13.0",
+                "pip install torch==2.13.0",
+            ),
+        ),
+        (
+            {"torch": "2.13.1"},
+            ("note", "torch", "2.13.1; tpuport is tested with 2.13.0", "pip install torch==2.13.0"),
         ),
         (
             {"torch": "2.13.0+cu130"},

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tpuport.cli.app import app
-from tpuport.repository import processes, stages
+from tpuport.repository import processes, runs
 from tpuport.repository.processes import Finished
 from tpuport.repository.scripts import find_scripts
 
@@ -72,6 +72,16 @@ EQUAL = {
 }
 
 
+COMPILED = {
+    "fits": True,
+    "peak": 2**31,
+    "model": "Net",
+    "what": "training step",
+    "memory": {"available": 2**34, "refused": 0},
+    "estimate": {"parts": [{"seconds": 0.002}, {"seconds": 0.001}]},
+}
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     root = tmp_path / "their repo"
@@ -91,7 +101,7 @@ def port(*args: Any) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["port", *map(str, args)])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
-    return done.exit_code, done.stdout if done.exit_code < 2 else done.output
+    return done.exit_code, done.output if done.exit_code == 2 else done.stdout
 
 
 def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
@@ -140,30 +150,43 @@ def test_stages_are_done_once(
 
     def ended(arguments: Any, **options: Any) -> Finished:
         calls.append((arguments, options["folder"]))
-        return Finished(0, f"the script prints\n{json.dumps(EQUAL)}", "")
+        found = COMPILED if arguments[0] == "compile" else EQUAL
+        return Finished(0, f"the script prints\n{json.dumps(found)}", "")
 
-    monkeypatch.setattr(stages, "run_command", ended)
+    monkeypatch.setattr(runs, "run_command", ended)
     options = [".", "--out", tmp_path / "out", "--run", "--json", "--", "--lr", "0.1"]
     code, text = port(*options)
     assert code == 0
     assert json.loads(text)["stages"]["verify"]["state"] == "done"
-    ((arguments, folder),) = calls
+    assert json.loads(text)["slice_name"] == "v6e-1"
+    answer = json.loads(text)["stages"]["fit"]["answer"]
+    assert "Net, training step: fits v6e-1" in answer
+    assert "2.0 GiB a chip, about 3.0 ms a step" in answer
+    (arguments, folder), (compiling, _) = calls
     assert arguments[0] == "verify"
     assert arguments[-3:] == ["--", "--lr", "0.1"]
-    assert folder == repository
+    assert compiling[:2] == ["compile", "tpuport.repository.capture:program"]
+    # In a copy, so that the repository stays as it is.
+    assert folder == (tmp_path / "out" / "work" / "copy").resolve()
+    assert (folder / "net.py").read_text() == NET
     assert "&lt;script&gt;" in (tmp_path / "out" / "report.html").read_text()
     assert port(*options) == (code, text)
-    assert len(calls) == 1
+    assert len(calls) == 2
     (repository / "net.py").write_text(NET + "\n")
     assert port(*options)[0] == 0
-    assert len(calls) == 2
+    assert len(calls) == 4
 
 
 @pytest.mark.parametrize(
     ("ended", "state", "answer"),
     [
-        (Finished(None, "", "still"), "needs you", "did not make 5 steps in 15 minutes"),
+        (Finished(None, "", "still"), "needs you", "did not make 3 steps in 15 minutes"),
         (Finished(2, "", "error"), "needs you", "fails in eager PyTorch"),
+        (
+            Finished(2, "", "ModuleNotFoundError: No module named 'zarr.core'"),
+            "needs you",
+            "fails in eager PyTorch, before anything is ported: ModuleNotFoundError",
+        ),
         (Finished(1, json.dumps({"failure": "boom"}), ""), "failed", "fails when it is ported"),
         (
             Finished(1, json.dumps({**EQUAL, "passed": False}), ""),
@@ -180,12 +203,17 @@ def test_what_a_run_came_to(
     state: str,
     answer: str,
 ) -> None:
-    monkeypatch.setattr(stages, "run_command", lambda *_, **__: ended)
+    def end(arguments: Any, **_: Any) -> Finished:
+        return Finished(0, json.dumps(COMPILED), "") if arguments[0] == "compile" else ended
+
+    monkeypatch.setattr(runs, "run_command", end)
     code, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
     found = json.loads(text)["stages"]["verify"]
-    assert (code, found["state"]) == (1, state)
+    assert (code, found["state"]) == ({"needs you": 4, "failed": 1}[state], state)
     assert answer in found["answer"]
-    if "eager PyTorch, before" in found["answer"]:
+    if "zarr" in ended.tail:
+        assert found["next"] == "install zarr"
+    elif "eager PyTorch, before" in found["answer"]:
         assert "README.md:2 starts it with `--lr 0.1 --device=cpu`" in found["next"]
 
 
@@ -197,13 +225,15 @@ def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
         ((tmp_path / "none", "--out", tmp_path / "a"), "no folder or script"),
         ((repository, "--entry", "none.py", "--out", tmp_path / "a"), "no script none.py"),
         ((repository, "--for", "v9z-8", "--out", tmp_path / "a"), "no TPU topology 'v9z-8'"),
+        ((repository, "--set", "rate=1", "--out", tmp_path / "a"), "--set rate: the script has lr"),
+        ((repository, "--set", "lr", "--out", tmp_path / "a"), "--set takes NAME=VALUE; got lr"),
     ]:
         code, text = port(*options)
         assert code == 2
         assert message in text
     (tmp_path / "empty").mkdir()
     code, text = port(tmp_path / "empty", "--out", tmp_path / "b")
-    assert code == 1
+    assert code == 4
     assert "There is no Python file here" in text
 
 
@@ -212,7 +242,7 @@ def test_entry_points(tmp_path: Path) -> None:
         "setup.py": "if __name__ == '__main__': pass",
         "engine.py": "def epoch(loss):\n    loss.backward()",
         "begin.py": "from engine import epoch\nif __name__ == '__main__': pass",
-        "lib.py": "import torch, not_installed_anywhere",
+        "lib.py": "import torch, not_installed_anywhere, torch.utils.tensorboard",
         "finetune.py": """
             import lib
             for step in range(3):
@@ -236,7 +266,8 @@ def test_entry_points(tmp_path: Path) -> None:
     found = find_scripts(tmp_path, files)
     names = ["finetune.py", "begin.py", "predict.py", "tests/test_training.py"]
     assert [(one.path, one.trains) for one in found] == [(n, n != "predict.py") for n in names]
-    assert found[0].missing == ("not_installed_anywhere",)
+    assert "not_installed_anywhere" in found[0].missing
+    assert {"tensorboard", "torch"} <= set(found[0].packages)
     assert found[2].required == ("image", "--weights")
 
 

@@ -14,8 +14,11 @@ from tpuport.foundation.errors import MissingExtraError, PortError, TpuportError
 if TYPE_CHECKING:
     from rich.console import Console
 
+# Exit codes of all commands; docs/exit_codes.md says which command has which.
 FAILED = 1
 WRONG_CALL = 2
+DOES_NOT_FIT = 3
+NEEDS_YOU = 4
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """The `tpuport` command. It and its commands are the only modules that print.
 
-Exit codes: 0 when all is well, 1 when there are findings or parity fails, 2 for a wrong call or an
-internal error.
+docs/exit_codes.md has the exit codes.
 """
 
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tpuport.cli import _options as options
 from tpuport.cli import (
     compile,
     doctor,
@@ -16,6 +16,7 @@ from tpuport.cli import (
     lsp,
     mcp,
     port,
+    recipe,
     rewrite,
     rules,
     run,
@@ -23,7 +24,7 @@ from tpuport.cli import (
     verify_port,
     warmup,
 )
-from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes
+from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes, printable
 from tpuport.foundation.version import __version__
 
 __all__ = ["FAILED", "WRONG_CALL", "app"]
@@ -31,8 +32,9 @@ __all__ = ["FAILED", "WRONG_CALL", "app"]
 app = typer.Typer(
     name="tpuport",
     help="Port PyTorch models to JAX and TPU, and prove that they compute the same function.",
-    epilog="Exit codes: 0 all is well, 1 findings or failed parity, 2 wrong call or bug.",
-    no_args_is_help=True,
+    epilog="Exit codes: 0 all is well, 1 findings, a difference or a failure, 2 wrong call or bug, "
+    "3 does not fit, 4 waits for you.",
+    invoke_without_command=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
@@ -46,6 +48,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -53,8 +56,16 @@ def main(
         ),
     ] = False,
 ) -> None:
-    """Port PyTorch models to JAX and TPU, and prove that they compute the same function."""
+    """Port PyTorch models to JAX and TPU, and prove that they compute the same function.
+
+    Without a command it says what to do next in this folder.
+    """
     del version
+    if context.invoked_subcommand is None:
+        from tpuport.repository.advice import next_in
+
+        for line in next_in(Path.cwd()):
+            typer.echo(printable(line))
 
 
 app.command()(port.port)
@@ -71,6 +82,9 @@ app.command("compile")(compile.compile_)
 app.command()(doctor.doctor)
 app.command()(mcp.mcp)
 app.command()(lsp.lsp)
+app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})(
+    recipe.recipe
+)
 
 
 @app.command()
@@ -78,8 +92,12 @@ def demo(
     out: Annotated[
         Path, typer.Option(metavar="PATH", dir_okay=False, help="Where to write the HTML report.")
     ] = Path("tpuport-demo.html"),
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print all of it, not only the end.")
+    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Port two models untouched and print reports, parity and speed against eager.
+    """Port two models untouched and print parity and speed against eager.
 
     One is the HunyuanVideo-1.5 transformer of diffusers, with fewer layers and
     random weights; the other is a diffusion planner written the way research
@@ -88,5 +106,6 @@ def demo(
     with errors_as_exit_codes("tpuport demo"):
         from tpuport.demo import run
 
-        if not run(out=out):
-            raise typer.Exit(FAILED)
+        agrees = run(out=out, verbose=verbose, as_json=as_json)
+    if not agrees:
+        raise typer.Exit(FAILED)

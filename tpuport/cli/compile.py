@@ -5,14 +5,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes, has_color, say
+from tpuport.cli._common import (
+    DOES_NOT_FIT,
+    FAILED,
+    WRONG_CALL,
+    errors_as_exit_codes,
+    has_color,
+    say,
+)
 from tpuport.foundation.errors import UsageError
 
 if TYPE_CHECKING:
     from tpuport.aot.report import CompileReport
     from tpuport.aot.search import SearchReport
 
-DOES_NOT_FIT = 3
 _MINUTE = 60.0
 
 Target = Annotated[

@@ -100,6 +100,7 @@ def lint(
     fix: Fix = False,
     unsafe: options.Unsafe = False,
     form: Format = "full",
+    as_json: options.AsJson = False,
     output_file: OutputFile = None,
     statistics: Statistics = False,
     quiet: Quiet = False,
@@ -133,6 +134,7 @@ def lint(
             jobs,
             strict,
         )
+        form = "json" if as_json else form
         if statistics and form not in ("full", "concise"):
             raise UsageError(f"--statistics counts on a terminal and does not go with {form}.")
         form_name = "statistics" if statistics else form

@@ -1,8 +1,10 @@
 """`tpuport rewrite`: applies the rules' fixes to files, as a diff, in place or as a copy."""
 
 import difflib
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,6 +54,15 @@ From = Annotated[
 _PACKAGE = "torch_xla"
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Where changes go: into the files, to a folder, or as a diff or JSON to standard output."""
+
+    write: bool
+    out: Path | None
+    as_json: bool
+
+
 def rewrite(
     paths: options.Paths = None,
     diff: Diff = False,
@@ -68,6 +79,7 @@ def rewrite(
     isolated: options.Isolated = False,
     no_cache: options.NoCache = False,
     jobs: options.Jobs = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Apply the fixes of `tpuport lint` that are proved not to change results.
 
@@ -91,20 +103,21 @@ def rewrite(
             raise UsageError("--diff, --write and --out exclude each other.")
         if choice.from_stdin and out is not None:
             raise UsageError("Standard input goes to standard output, with --write, not to --out.")
+        if choice.from_stdin and as_json:
+            raise UsageError("--json is about files; standard input goes to standard output.")
         settings = choice.settings()
+        where = _Target(write, out, as_json)
         if from_ is not None:
-            raise typer.Exit(_migrated(choice, settings, from_, write=write, out=out))
+            raise typer.Exit(_migrated(choice, settings, from_, where))
         run = _from_stdin if choice.from_stdin else _from_files
-        raise typer.Exit(run(choice, settings, write=write, out=out, unsafe=unsafe))
+        raise typer.Exit(run(choice, settings, where, unsafe=unsafe))
 
 
-def _from_stdin(
-    choice: Choice, settings: "Settings", *, write: bool, out: Path | None, unsafe: bool
-) -> int:
+def _from_stdin(choice: Choice, settings: "Settings", where: _Target, *, unsafe: bool) -> int:
     from tpuport.lint.fixing import Request, rewrite_source
     from tpuport.lint.records import Problem
 
-    del out
+    write = where.write
     data = typer.get_binary_stream("stdin").read()
     if choice.leaves_stdin_out(settings):
         typer.get_binary_stream("stdout").write(data if write else b"")
@@ -123,9 +136,7 @@ def _from_stdin(
     return FAILED if change.changed else 0
 
 
-def _from_files(
-    choice: Choice, settings: "Settings", *, write: bool, out: Path | None, unsafe: bool
-) -> int:
+def _from_files(choice: Choice, settings: "Settings", where: _Target, *, unsafe: bool) -> int:
     from tpuport.cli._progress import progress
     from tpuport.lint.run import run
 
@@ -136,37 +147,35 @@ def _from_files(
         checked = run(found.files, jobs=choice.jobs, cache=choice.cache(settings), progress=advance)
         # A copy to another folder is complete: it has the files without findings too.
         pairs = list(zip(found.files, checked, strict=True))
-        wanted = pairs if out else with_findings(pairs, settings)
+        wanted = pairs if where.out else with_findings(pairs, settings)
         changes, problems = _rewritten(wanted, choice, settings, unsafe)
     unread = [problem for one in checked for problem in one.problems]
     problems = list({str(p): p for p in (*found.problems, *unread, *problems)}.values())
-    return _shown(changes, problems, found.files, write=write, out=out)
+    return _shown(changes, problems, found.files, where)
 
 
 def _shown(
     changes: "list[Change]",
     problems: "list[Problem]",
     files: Sequence[Path],
-    *,
-    write: bool,
-    out: Path | None,
+    where: _Target,
 ) -> int:
     """Write or print the changes of files, and return the exit code."""
-    if out is not None:
-        problems = problems + _copied(changes, files, out)
-        return _finish(changes, problems, len(files), f"To {out}: rewrote")
-    if write:
+    if where.as_json:
+        typer.echo(_as_json(changes, problems))
+    if where.out is not None:
+        problems = problems + _copied(changes, files, where.out)
+        return _finish(changes, problems, len(files), f"To {where.out}: rewrote")
+    if where.write:
         written = [p for change in changes if change.changed for p in _written(change)]
         return _finish(changes, problems + written, len(files), "Rewrote")
-    for change in changes:
+    for change in changes if not where.as_json else ():
         _print_diff(change)
     code = _finish(changes, problems, len(files), "Would rewrite")
     return code or (FAILED if any(change.changed for change in changes) else 0)
 
 
-def _migrated(
-    choice: Choice, settings: "Settings", package: str, *, write: bool, out: Path | None
-) -> int:
+def _migrated(choice: Choice, settings: "Settings", package: str, where: _Target) -> int:
     """Take a package out of files, and say what was changed and what is left."""
     from tpuport.migrate.rewriting import migrate_files
 
@@ -179,7 +188,7 @@ def _migrated(
     for one in explained:
         say(str(one))
     problems = [*found.problems, *problems]
-    return _shown(changes, problems, found.files, write=write, out=out)
+    return _shown(changes, problems, found.files, where)
 
 
 def with_findings(pairs: "Sequence[Pair]", settings: "Settings") -> "list[Pair]":
@@ -235,11 +244,30 @@ def _copied(changes: "Sequence[Change]", files: Sequence[Path], out: Path) -> "l
 # The report.
 
 
-def _print_diff(change: "Change") -> None:
-    color = has_color()
+def _as_json(changes: "Sequence[Change]", problems: "Sequence[Problem]") -> str:
+    files = [
+        {
+            "file": change.file,
+            "changed": change.changed,
+            "applied": dict(change.applied),
+            "diff": "".join(_diff(change)),
+            "left": [str(one) for one in change.left],
+        }
+        for change in changes
+    ]
+    return json.dumps({"files": files, "problems": [str(one) for one in problems]}, indent=1)
+
+
+def _diff(change: "Change") -> "Iterator[str]":
     before, after = (text.splitlines(keepends=True) for text in (change.before, change.after))
     for line in difflib.unified_diff(before, after, f"a/{change.file}", f"b/{change.file}"):
-        text = printable(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
+        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+
+
+def _print_diff(change: "Change") -> None:
+    color = has_color()
+    for line in _diff(change):
+        text = printable(line)
         typer.echo(_colored(text) if color else text, nl=False, color=color)
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from tpuport.cli import _options as options
 from tpuport.cli._common import errors_as_exit_codes
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ Code = Annotated[
 ]
 
 
-def rules(form: Format = "text") -> None:
+def rules(form: Format = "text", as_json: options.AsJson = False) -> None:
     """List the rules: code, name, severity, how safe the fix is, and what the rule reports."""
     from tpuport.lint.catalogue import catalogue
 
-    if form == "json":
+    if as_json or form == "json":
         typer.echo(json.dumps([_fields(entry) for entry in catalogue()], indent=1))
         return
     from rich import box
@@ -36,13 +37,13 @@ def rules(form: Format = "text") -> None:
     Console(markup=False).print(table)
 
 
-def explain(code: Code, form: Format = "text") -> None:
+def explain(code: Code, form: Format = "text", as_json: options.AsJson = False) -> None:
     """Explain what one rule looks for, why that is a problem, and when its fix is safe."""
     with errors_as_exit_codes("tpuport explain"):
         from tpuport.lint.catalogue import entry_named
 
         entry = entry_named(code)
-        if form == "json":
+        if as_json or form == "json":
             fields = _fields(entry) | {"page": entry.page}
             typer.echo(json.dumps(fields, indent=1))
             return

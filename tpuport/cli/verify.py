@@ -36,6 +36,17 @@ Plain = Annotated[
         "eager PyTorch.",
     ),
 ]
+Before = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+        rich_help_panel=_RUNS,
+        help="A Python file that both runs execute before the script, as `__before__`.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -57,6 +68,7 @@ def verify(
     drift: Drift = 1e-3,
     plain: Plain = False,
     run_option: options.RunOptions = None,
+    before: Before = None,
     out: Out = None,
     report: options.ReportFile = None,
     as_json: options.AsJson = False,
@@ -74,7 +86,7 @@ def verify(
         from tpuport.verify.report import verify as verify_script
 
         options.check_report_name(report)
-        what = VerifiedScript(script, args or (), steps, seed, plain, run_option or ())
+        what = VerifiedScript(script, args or (), steps, seed, plain, run_option or (), before)
         say(f"tpuport verify: running {script} twice")
         found = verify_script(what, out or Path(f"verify-{script.stem}"), Limits(rtol, drift))
         present(found, report, as_json=as_json)

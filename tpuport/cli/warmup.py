@@ -1,10 +1,13 @@
 """`tpuport warmup`: fill the compile cache ahead of time."""
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tpuport.cli import _options as options
 from tpuport.cli._common import WRONG_CALL, errors_as_exit_codes, say
 
 if TYPE_CHECKING:
@@ -35,7 +38,11 @@ Jobs = Annotated[
 
 
 def warmup(
-    target: Target, cache_dir: CacheDir = None, max_size: MaxSize = 10.0, jobs: Jobs = None
+    target: Target,
+    cache_dir: CacheDir = None,
+    max_size: MaxSize = 10.0,
+    jobs: Jobs = None,
+    as_json: options.AsJson = False,
 ) -> None:
     """Fill the compile cache ahead of time, so that other processes load their programs.
 
@@ -59,8 +66,12 @@ def warmup(
                 say(f"removed {removed} damaged {'entry' if removed == 1 else 'entries'}")
             wanted = function()
             warmed = [] if wanted is None else warm_up(wanted, workers=jobs)
-        _print_programs(warmed)
-        typer.echo(str(cache.report) if wanted is None else _summary(warmed, cache.directory))
+        if as_json:
+            found = {"directory": cache.directory, "programs": [asdict(one) for one in warmed]}
+            typer.echo(json.dumps(found, indent=1))
+        else:
+            _print_programs(warmed)
+            typer.echo(str(cache.report) if wanted is None else _summary(warmed, cache.directory))
         if not cache.report.programs:
             say(f"{target} compiled nothing")
             raise typer.Exit(WRONG_CALL)

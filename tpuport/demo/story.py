@@ -1,10 +1,12 @@
 """The demo on the terminal: the failure of plain torchax, the port, and their comparison."""
 
+import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +31,37 @@ from tpuport.reports.wording import number
 _REPEATS = 7
 
 
-def run(*, out: Path, console: Console | None = None) -> bool:
+@dataclass
+class ToldModel:
+    """What the demo found for one model.
+
+    Attributes:
+        title: The model.
+        report: The report of its port.
+        sound: Whether the other checks passed: the model is unchanged, noise is fresh.
+        brief: The lines that stay when the rest is left out: whether it is good, and a text.
+    """
+
+    title: str
+    report: PortReport
+    sound: bool
+    brief: list[tuple[bool, str]]
+
+
+def run(
+    *,
+    out: Path,
+    console: Console | None = None,
+    verbose: bool = False,
+    as_json: bool = False,
+) -> bool:
     """Port both models, print the story, and write their reports to one HTML page.
 
     Args:
         out: The file to write the page to.
         console: The console to print to; the terminal by default.
+        verbose: Whether to print all of it, before the lines that are always printed.
+        as_json: Whether to print what was found as JSON, and nothing else.
 
     Returns:
         Whether outputs, gradients and buffers of both ports agree with eager PyTorch, the noise is
@@ -42,21 +69,37 @@ def run(*, out: Path, console: Console | None = None) -> bool:
     """
     console = console or Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
     start = time.perf_counter()
+    shown, console = console, Console(quiet=True) if as_json else console
     console.print(Text("Two PyTorch models, ported to JAX without editing them", style="bold"))
     results = [
-        _tell(console, make_video_transformer, _video_speed, seed_matters=False),
-        _tell(console, make_planner, _planner_speed, seed_matters=True),
+        _tell(console, make_video_transformer, _video_speed, seed_matters=False, verbose=verbose),
+        _tell(console, make_planner, _planner_speed, seed_matters=True, verbose=verbose),
     ]
-    out.write_text(to_page([report for report, _ in results]), encoding="utf-8")
-    agrees = all(report.ok and sound for report, sound in results)
-    console.rule(style="dim")
+    out.write_text(to_page([one.report for one in results]), encoding="utf-8")
+    agrees = all(one.report.ok and one.sound for one in results)
+    if verbose:
+        console.rule(style="dim")
+    for one in results:
+        console.print(Text(one.title, style="bold"))
+        for good, text in one.brief:
+            _line(console, good, text)
     verdict = "Both ports agree with eager PyTorch" if agrees else "A port differs: see above"
-    console.print(
-        Text(
-            f"{verdict}. {time.perf_counter() - start:.0f} s in all; reports in {out}", style="bold"
-        )
-    )
+    seconds = time.perf_counter() - start
+    console.print(Text(f"{verdict}. {seconds:.0f} s in all; reports in {out}", style="bold"))
+    if not verbose:
+        console.print(Text("All of it: tpuport demo -v", style="dim"))
+    if as_json:
+        shown.print(_as_json(results, agrees, out), soft_wrap=True, markup=False, highlight=False)
     return agrees
+
+
+def _as_json(results: list[ToldModel], agrees: bool, out: Path) -> str:
+    models = [
+        {"model": one.title, "agrees": one.report.ok, "sound": one.sound}
+        | {"lines": [text for _, text in one.brief]}
+        for one in results
+    ]
+    return json.dumps({"agrees": agrees, "page": str(out), "models": models}, indent=1)
 
 
 def _tell(
@@ -65,28 +108,49 @@ def _tell(
     speed: Callable[[DemoModel, PortedModel], tuple[str, float]],
     *,
     seed_matters: bool,
-) -> tuple[PortReport, bool]:
-    """Print one model's chapter; return its report and whether the other checks passed."""
-    example = make()
+    verbose: bool,
+) -> ToldModel:
+    """Print one model's chapter, or only work on it, and return what was found."""
+    with _working(console, "making a model"):
+        example = make()
+    if not verbose:
+        with console.status(Text(example.title, style="dim")):
+            return _told(Console(quiet=True), example, speed, seed_matters)
+    return _told(console, example, speed, seed_matters)
+
+
+def _told(
+    console: Console,
+    example: DemoModel,
+    speed: Callable[[DemoModel, PortedModel], tuple[str, float]],
+    seed_matters: bool,
+) -> ToldModel:
     console.print()
     console.rule(Text(example.title, style="bold"), align="left")
     console.print(Text(example.story, style="dim"))
-    _tell_plain(console, example)
+    brief = [_tell_plain(console, example)]
     before = {name: value.clone() for name, value in example.model.state_dict().items()}
     ported = _port(console, example)
     console.print(Padding(ported.report, (1, 0, 0, 2)))
     _heading(console, "In short")
     untouched = _is_unchanged(example.model, before)
     _line(console, untouched, "the model, its class and its weights are unchanged")
-    _tell_parity(console, ported.report)
+    brief.append(_tell_parity(console, ported.report))
     fresh = not seed_matters or _tell_noise(console, example, ported)
     with _working(console, "timing the jitted step against eager PyTorch"):
         what, ratio = speed(example, ported)
-    _line(console, True, f"{what} takes {ratio:.2f}x the time of eager PyTorch on this CPU")
-    return ported.report, untouched and fresh
+    speed_line = f"{what} takes {ratio:.2f}x the time of eager PyTorch on this CPU"
+    _line(console, True, speed_line)
+    sound = untouched and fresh
+    brief.append(
+        (sound, "model unchanged" + (", fresh noise in each call" if seed_matters else ""))
+    )
+    return ToldModel(example.title, ported.report, sound, [*brief, (True, speed_line)])
 
 
-def _tell_plain(console: Console, example: DemoModel) -> None:
+def _tell_plain(console: Console, example: DemoModel) -> tuple[bool, str]:
+    """Print what plain torchax does with a model, and return it in a line."""
+    failures = 0
     _heading(console, "Plain torchax, the same model under jax.jit")
     for name in example.methods:
         with _working(console, f"running {name} on plain torchax"):
@@ -98,6 +162,7 @@ def _tell_plain(console: Console, example: DemoModel) -> None:
         if failure is None:
             _line(console, True, f"{name} runs")
             continue
+        failures += 1
         _line(console, False, f"{name}: {failure.error}")
         console.print(Text(f"      {failure.place}   {failure.source}", style="cyan"))
     with _working(console, "looking for silent differences of plain torchax"):
@@ -108,6 +173,11 @@ def _tell_plain(console: Console, example: DemoModel) -> None:
             one.what, one.eager, Text(one.plain, "red" if one.plain != one.eager else "green")
         )
     console.print(Padding(table, (1, 0, 0, 4)))
+    silent = sum(one.plain != one.eager for one in differences)
+    what = (
+        f"plain torchax: {failures} of {plural(len(example.methods), 'method')} stop with an error"
+    )
+    return not failures + silent, f"{what}, {plural(silent, 'result')} silently different"
 
 
 def _port(console: Console, example: DemoModel) -> PortedModel:
@@ -129,7 +199,9 @@ def _port(console: Console, example: DemoModel) -> PortedModel:
     return ported
 
 
-def _tell_parity(console: Console, report: PortReport) -> None:
+def _tell_parity(console: Console, report: PortReport) -> tuple[bool, str]:
+    """Print how well a port agrees, and return it in a line."""
+    counts, worst = [], 0.0
     for kind in ("output", "gradient", "buffer"):
         found = [parity for parity in report.parity if parity.kind == kind]
         # A value that is zero up to rounding was checked by an absolute limit: its relative
@@ -139,6 +211,10 @@ def _tell_parity(console: Console, report: PortReport) -> None:
             what = f"{plural(len(found), kind)} as in eager PyTorch"
             ok = all(one.ok for one in found)
             _line(console, ok, f"{what}; worst relative error {number(max(sizable))}")
+            counts.append(plural(len(found), kind))
+            worst = max(worst, *sizable)
+    agree = f"{', '.join(counts)} as in eager PyTorch; worst relative error {number(worst)}"
+    return report.ok, agree
 
 
 def _tell_noise(console: Console, example: DemoModel, ported: PortedModel) -> bool:

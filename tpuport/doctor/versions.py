@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from tpuport.doctor.finding import Check, note, ok, problem
+from tpuport.foundation.supported import outside
 
 # The same as in constraints.txt; a test compares the two.
 TESTED = {
@@ -60,6 +61,9 @@ def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Check]:
             yield _missing(name, on_tpu=on_tpu)
         elif _numbers(have) == _numbers(tested):
             yield ok(name, have)
+        elif outside(name, have) and _numbers(have) > _numbers(tested):
+            text = f"{outside(name, have)}; it is tested with {tested}"
+            yield problem(name, text.removeprefix(f"{name} "), f"pip install {name}=={tested}")
         elif name in NEEDED and _numbers(have) < _numbers(tested):
             text = f"{have} is older than {tested}, which tpuport needs"
             yield problem(name, text, f"pip install {name}=={tested}")

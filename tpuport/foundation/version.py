@@ -1,3 +1,8 @@
-"""The version of tpuport."""
+"""The version of tpuport: that of the tag it was built from."""
 
-__version__ = "0.1.0"
+import importlib.metadata
+
+try:
+    __version__ = importlib.metadata.version("tpuport")
+except importlib.metadata.PackageNotFoundError:  # a folder on the path, without an installation
+    __version__ = "0+unknown"

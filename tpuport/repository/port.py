@@ -1,22 +1,64 @@
 """`tpuport port`: all that can be said about a repository, in one folder."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from tpuport.foundation.errors import UsageError
 from tpuport.repository.launch import write_launch_files
 from tpuport.repository.report import RepositoryReport, is_ours, read_stages
+from tpuport.repository.runs import fit_stage, verify_stage
 from tpuport.repository.stages import (
-    NEEDS_YOU,
+    DONE,
     NOT_ASKED,
-    STAGES,
     PortRequest,
     Repository,
     StageRecord,
+    entry_stage,
+    patch_stage,
     read_repository,
-    stage_key,
+    read_stage,
 )
 from tpuport.sharding.topology import find_topology
+
+# The slice of the launch files if nothing was compiled and none was asked for.
+_USUAL_SLICE = "v6e-8"
+
+
+def _arguments(wanted: PortRequest) -> list[Any]:
+    return [wanted.entry, list(wanted.arguments), dict(wanted.changes)]
+
+
+# A stage and the options that it depends on, besides the files and the entry point.
+STAGES: dict[str, tuple[Callable[[Repository], StageRecord], Callable[[PortRequest], Any]]] = {
+    "read": (read_stage, lambda wanted: None),
+    "entry": (entry_stage, _arguments),
+    "patch": (patch_stage, lambda wanted: None),
+    "verify": (
+        verify_stage,
+        lambda wanted: [
+            *(_arguments(wanted), wanted.run, wanted.steps, wanted.minutes),
+            *(list(wanted.run_options), wanted.full_size, wanted.made_up, wanted.autocast),
+        ],
+    ),
+    "fit": (
+        fit_stage,
+        lambda wanted: [
+            *(_arguments(wanted), wanted.model, wanted.run, wanted.slice_name, wanted.minutes),
+            *(wanted.made_up, wanted.autocast),
+        ],
+    ),
+}
+
+
+def stage_key(name: str, project: Repository, digest: str) -> str:
+    """Return what the outcome of a stage depends on."""
+    missing = project.entry.missing if project.entry else ()
+    parts = [name, digest, missing, STAGES[name][1](project.wanted)]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
 
 _FILES = {
     "report.html": "this page",
@@ -46,37 +88,46 @@ def port_repository(wanted: PortRequest, tell: Callable[[str], None]) -> Reposit
         UsageError: the folder for results holds something else, or there is no such repository,
             script or slice.
     """
-    find_topology(wanted.slice_name)
+    if wanted.slice_name is not None:
+        find_topology(wanted.slice_name)
     wanted = replace(wanted, root=wanted.root.resolve())
     if not is_ours(wanted.out):
         raise UsageError(f"{wanted.out} holds other files. Name another folder with --out.")
     tell("reading the repository")
     project = read_repository(wanted)
+    settings = project.arguments  # a wrong --set is said before anything is written
+    del settings
     wanted.out.mkdir(parents=True, exist_ok=True)
     known, digest = read_stages(wanted.out), project.digest()
     waiting = {n: StageRecord(n, NOT_ASKED, "read", "This was not reached.") for n in STAGES}
-    report = RepositoryReport(str(wanted.root), wanted.slice_name, waiting, dict(_FILES))
+    report = RepositoryReport(
+        str(wanted.root), wanted.slice_name or _USUAL_SLICE, waiting, dict(_FILES)
+    )
     for name, (stage, _) in STAGES.items():
         key, before = stage_key(name, project, digest), known.get(name)
-        if before is not None and before.key == key and before.state != NEEDS_YOU:
+        if before is not None and before.key == key and before.state in (DONE, NOT_ASKED):
             done = before
         else:
             tell(name)
             done = replace(stage(project), key=key)
         report = replace(report, stages={**report.stages, name: done})
         report.save(wanted.out)
-    report = replace(report, files={**report.files, **_launched(project)})
+    fitting = report.stages["fit"].result.get("slice", report.slice_name)
+    report = replace(report, slice_name=fitting)
+    report = replace(report, files={**report.files, **_launched(project, fitting)})
     report.save(wanted.out)
     return report
 
 
-def _launched(project: Repository) -> dict[str, str]:
+def _launched(project: Repository, slice_name: str) -> dict[str, str]:
     """Write the files that start the script; return what each is for."""
     wanted, entry = project.wanted, project.entry
     if entry is None:
         return {}
     written = write_launch_files(
         *(wanted.root, wanted.out, entry.path),
-        *(wanted.arguments, wanted.run_options, wanted.slice_name),
+        *(project.arguments.full, wanted.run_options, slice_name),
     )
-    return {file: _LAUNCH[file] for file in written}
+    compiled = {"compile.html": "memory and time on the slice"}
+    there = compiled if (wanted.out / "compile.html").is_file() else {}
+    return {**there, **{file: _LAUNCH[file] for file in written}}

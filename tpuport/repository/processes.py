@@ -2,18 +2,20 @@
 
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()")
+_GUARD = (sys.executable, "-c", "from tpuport.repository.processes import guard; guard()")
 # A variable by which a process is known that left the group of the command.
 _MARK = "TPUPORT_STARTED_BY"
 # What a process may take to end by itself once it is asked to.
@@ -36,18 +38,34 @@ class Finished:
     tail: str
 
 
-def run_command(arguments: Sequence[str], *, folder: Path, log: Path, seconds: float) -> Finished:
+def run_command(
+    arguments: Sequence[str],
+    *,
+    folder: Path,
+    log: Path,
+    seconds: float,
+    environment: Mapping[str, str] | None = None,
+) -> Finished:
     """Run a command of tpuport, and stop it and all that it started after some time.
+
+    They are stopped as well if this process is killed. Temporary files are deleted.
 
     Args:
         arguments: The command and its options.
         folder: The folder in which it runs.
         log: The file for what it wrote to standard error.
         seconds: The time that it may take.
+        environment: Variables for it, besides those of this process.
     """
     mark = secrets.token_hex(16)
+    # A short name: sockets of worker processes are there, and their paths have a limit.
+    temporary = tempfile.mkdtemp(prefix="tpuport-")
     # Not in the folder of results: the command may look for files that the script wrote.
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    with (
+        _guarded(mark, temporary),
+        tempfile.TemporaryFile() as out,
+        tempfile.TemporaryFile() as err,
+    ):
         process = subprocess.Popen(
             [*_TPUPORT, *arguments],
             cwd=folder,
@@ -55,7 +73,7 @@ def run_command(arguments: Sequence[str], *, folder: Path, log: Path, seconds: f
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env={**os.environ, _MARK: mark},
+            env={**os.environ, **(environment or {}), "TMPDIR": temporary, _MARK: mark},
         )
         try:
             status = process.wait(seconds)
@@ -63,10 +81,29 @@ def run_command(arguments: Sequence[str], *, folder: Path, log: Path, seconds: f
             status = None
         finally:
             _stop(process)
-            _stop_strays(f"{_MARK}={mark}".encode())
         output, errors = _text(out), _text(err)
     log.write_text(errors)
     return Finished(status, output, "\n".join(errors.splitlines()[-_TAIL:]))
+
+
+@contextmanager
+def _guarded(mark: str, temporary: str) -> Iterator[None]:
+    """Have a process that cleans up at the end of the block, or of this process if it is killed."""
+    guard = subprocess.Popen(
+        [*_GUARD, mark, temporary], stdin=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        guard.communicate()
+
+
+def guard() -> None:
+    """Wait for the end of the process that started this one, then stop what has its mark."""
+    mark, temporary = sys.argv[1:]
+    sys.stdin.read()
+    _stop_strays(f"{_MARK}={mark}".encode())
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _text(file: IO[bytes]) -> str:

@@ -11,6 +11,7 @@ from tpuport.foundation.reporting.templates import render
 from tpuport.foundation.version import __version__
 from tpuport.repository.stages import DONE, FAILED, NEEDS_YOU, StageRecord
 
+DOES_NOT_FIT = "does not fit"
 # What a person asks, and the stage that answers it.
 QUESTIONS = {
     "What is there to start?": "entry",
@@ -48,6 +49,17 @@ class RepositoryReport:
         return not any(one.state in (FAILED, NEEDS_YOU) for one in self.stages.values())
 
     @property
+    def outcome(self) -> str:
+        """Return the worst of the stages: `failed`, `does not fit`, `needs you`, or `done`."""
+        states = {one.state for one in self.stages.values()}
+        fit = self.stages["fit"]
+        if any(one.state == FAILED for one in self.stages.values() if one is not fit):
+            return FAILED
+        if fit.state == FAILED:
+            return DOES_NOT_FIT if "compiled" in fit.result else FAILED
+        return NEEDS_YOU if NEEDS_YOU in states else DONE
+
+    @property
     def next_steps(self) -> list[str]:
         """Return what a person has to do, in order."""
         return [f"{one.name}: {one.next}" for one in self.stages.values() if one.next]
@@ -58,6 +70,7 @@ class RepositoryReport:
             "tpuport": __version__,
             **asdict(self),
             "passed": self.passed,
+            "outcome": self.outcome,
             "next_steps": self.next_steps,
         }
         return json.dumps(found, indent=1)
@@ -78,6 +91,13 @@ class RepositoryReport:
             checks=checks,
             todo=self.stages["read"].result.get("todo", []),
             candidates=self.stages["entry"].result.get("candidates", []),
+            arguments=self.stages["entry"].result.get("arguments"),
+            seen=[
+                (name, kind, one)
+                for name in ("verify", "fit")
+                for kind, found in self.stages[name].result.get("seen", {}).items()
+                for one in found
+            ],
             version=__version__,
             DONE=DONE,
         )
@@ -102,7 +122,10 @@ def read_stages(folder: Path) -> dict[str, StageRecord]:
 
 def is_ours(folder: Path) -> bool:
     """Return whether a folder is empty, or holds the results of an earlier call."""
-    return not folder.exists() or not any(folder.iterdir()) or bool(read_stages(folder))
+    if not folder.exists() or read_stages(folder):
+        return True
+    # A call that was killed before its first report leaves the start of one.
+    return all(path.name.startswith(".report.") for path in folder.iterdir())
 
 
 def lines(report: RepositoryReport) -> Sequence[str]:

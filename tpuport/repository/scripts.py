@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 # How the files of a repository name its scripts: `torchrun --nproc_per_node=8 train.py --lr 1`.
@@ -15,6 +15,8 @@ _LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
 _PROMPT = re.compile(r"^[^`'\"]*?\$ ")
 _SHELL = {".sh", ".bash", ".md", ".slurm", ".sbatch"}
 _LARGEST = 1_000_000
+# A module, and the package without which it cannot be imported.
+_NEEDED_BY = {"torch.utils.tensorboard": "tensorboard"}
 _HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
 
 
@@ -45,6 +47,8 @@ class StartScript:
         launches: The lines that start it.
         missing: Packages that it or its own modules import at their top and that are not installed.
         score: How likely it is to be the one.
+        packages: All packages that it or its own modules import at their top.
+        modules: The files of the repository that it imports, relative to it.
     """
 
     path: str
@@ -54,6 +58,8 @@ class StartScript:
     launches: tuple[Launch, ...] = ()
     missing: tuple[str, ...] = ()
     score: int = 0
+    packages: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
 
 
 @dataclass
@@ -83,14 +89,46 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         started = tuple(launches.get(path.name, ()))
         if not (one.has_main or started) or path.name == "setup.py":
             continue
-        packages, modules = _reached(path, seen, root)
-        missing = tuple(sorted(m for m in packages if not _installed(m, own)))
+        packages, modules = _reached(path, one.imports, seen, root)
         one.trains |= any(seen[module].trains for module in modules)
         score, reasons = _score(name, one, started)
-        found.append(
-            StartScript(name, one.trains, reasons, tuple(one.required), started[:5], missing, score)
+        script = StartScript(
+            *(name, one.trains, reasons, tuple(one.required), started[:5], (), score)
         )
+        found.append(_with_packages(script, packages, modules, own, root))
     return sorted(found, key=lambda one: (-one.score, one.path.count("/"), one.path))
+
+
+def add_packages(
+    script: StartScript, root: Path, files: Sequence[Path], targets: set[str]
+) -> StartScript:
+    """Return a script with the packages and modules that it imports by name when it runs.
+
+    Args:
+        script: The script.
+        root: The folder of the repository.
+        files: Its Python files.
+        targets: Dotted names of classes and functions, such as a configuration has.
+    """
+    imports = {name.rpartition(".")[0] for name in targets if "." in name}
+    if not imports:
+        return script
+    seen = {path: one for path in files if (one := _read(path)) is not None}
+    own = {path.stem for path in files} | {path.parent.name for path in files}
+    packages, modules = _reached(root / script.path, imports, seen, root)
+    known = {root / name for name in script.modules}
+    return _with_packages(script, packages | set(script.packages), modules | known, own, root)
+
+
+def _with_packages(
+    script: StartScript, packages: set[str], modules: set[Path], own: set[str], root: Path
+) -> StartScript:
+    start = root / script.path
+    names = sorted(path.relative_to(root).as_posix() for path in modules if path != start)
+    missing = sorted(name for name in packages if not _installed(name, own))
+    return replace(
+        script, missing=tuple(missing), packages=tuple(sorted(packages)), modules=tuple(names)
+    )
 
 
 def shown_launches(entry: StartScript) -> list[str]:
@@ -172,19 +210,22 @@ def _imports(body: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
-def _reached(start: Path, seen: dict[Path, _Seen], root: Path) -> tuple[set[str], set[Path]]:
+def _reached(
+    start: Path, imports: set[str], seen: dict[Path, _Seen], root: Path
+) -> tuple[set[str], set[Path]]:
     """Return what a script imports, also through others: packages, and modules beside it."""
-    waiting, done, found = [start], {start}, set()
+    waiting, done, found = [(start, imports)], {start}, set()
     while waiting:
-        path = waiting.pop()
-        for name in seen[path].imports if path in seen else ():
+        path, names = waiting.pop()
+        for name in names:
             target = _own_module(name, path, root)
             if target is None:
                 if not name.startswith("."):
                     found.add(name.partition(".")[0])
+                    found |= {package for start, package in _NEEDED_BY.items() if name == start}
             elif target not in done:
                 done.add(target)
-                waiting.append(target)
+                waiting.append((target, seen[target].imports if target in seen else set()))
     return found, done & seen.keys()
 
 

@@ -1,11 +1,11 @@
-"""What `tpuport port` does with a repository, stage by stage; each leaves a record."""
+"""The stages of `tpuport port` that run nothing; each leaves a record."""
 
 import difflib
 import hashlib
-import json
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,21 @@ from tpuport.lint.fixing import Change, Request, rewrite_files
 from tpuport.lint.outcome import decide
 from tpuport.lint.records import Checked
 from tpuport.lint.run import run as lint_files
-from tpuport.lint.settings import Settings, find_config, load_settings
+from tpuport.lint.settings import Settings, load_settings
+from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
-from tpuport.repository.processes import Finished, run_command
-from tpuport.repository.scripts import StartScript, find_scripts, shown_launches
+from tpuport.repository.hydra_files import config_names, find_config
+from tpuport.repository.scripts import StartScript, add_packages, find_scripts
+from tpuport.repository.sizes import (
+    HYDRA,
+    ChosenArguments,
+    ScriptSettings,
+    choose_arguments,
+    read_settings,
+)
 
 DONE, NEEDS_YOU, NOT_ASKED, FAILED = "done", "needs you", "not asked", "failed"
 _MOST_FINDINGS = 200
-_SCRATCH = "work"
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,13 @@ class PortRequest:
         run: Whether the code of the repository may run.
         steps: The optimizer steps to compare.
         model: A function for `tpuport compile`, as `file.py:function`.
-        slice_name: The slice of TPUs, such as `v6e-8`.
+        slice_name: The slice of TPUs, such as `v6e-8`; None for the smallest that fits.
         minutes: The time that running, and compiling, may take.
         run_options: Options of `tpuport run`.
+        changes: Settings of the script by name.
+        full_size: Whether the comparison has the sizes of the script, not small ones.
+        made_up: Whether data that is not there is made up.
+        autocast: Whether regions of autocast stay on.
     """
 
     root: Path
@@ -54,9 +65,13 @@ class PortRequest:
     run: bool = False
     steps: int = 5
     model: str | None = None
-    slice_name: str = "v6e-8"
+    slice_name: str | None = None
     minutes: float = 15.0
     run_options: Sequence[str] = ()
+    changes: Mapping[str, str] = field(default_factory=dict)
+    full_size: bool = False
+    made_up: bool = True
+    autocast: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,14 +108,56 @@ class Repository:
     problems: tuple[str, ...]
     entries: list[StartScript]
 
-    @property
+    @cached_property
     def entry(self) -> StartScript | None:
         """Return the script that was named, or the likeliest one."""
-        wanted = self.wanted.entry
-        if wanted is None:
-            return self.entries[0] if self.entries else None
+        wanted, scripts = self.wanted.entry, self.scripts
         known = {one.path: one for one in self.entries}
-        return known.get(wanted) or StartScript(wanted, trains=False, reasons=("it was named",))
+        if wanted is None:
+            found = self.entries[0] if self.entries else None
+        else:
+            named = StartScript(wanted, trains=False, reasons=("it was named",))
+            found = known.get(wanted) or named
+        if found is None:
+            return None
+        config = find_config(self.wanted.root / found.path, found, self._config_name)
+        targets = config.targets() if config is not None else set()
+        return add_packages(found, self.wanted.root, scripts, targets)
+
+    @property
+    def _config_name(self) -> str | None:
+        for word, value in pairwise([*self.wanted.arguments, ""]):
+            if word in ("--config-name", "-cn"):
+                return value
+            if word.startswith("--config-name="):
+                return word.partition("=")[2]
+        return None
+
+    @property
+    def scripts(self) -> list[Path]:
+        """Return the Python files."""
+        return [path for path in self.files if path.suffix == ".py"]
+
+    @cached_property
+    def settings_of_entry(self) -> ScriptSettings:
+        """Return how the entry point takes its settings."""
+        assert self.entry is not None
+        modules = [self.wanted.root / name for name in self.entry.modules]
+        return read_settings(self.wanted.root / self.entry.path, modules, self.entry)
+
+    @cached_property
+    def arguments(self) -> ChosenArguments:
+        """Return the arguments of the entry point.
+
+        Raises:
+            UsageError: it has no setting of a name that was given.
+        """
+        if self.entry is None:
+            return ChosenArguments((), ())
+        wanted = self.wanted
+        return choose_arguments(
+            self.settings_of_entry, self.entry, wanted.arguments, wanted.changes
+        )
 
     def digest(self) -> str:
         """Return a digest of the Python files and of the version of tpuport."""
@@ -121,16 +178,14 @@ def read_repository(wanted: PortRequest) -> Repository:
         raise UsageError(f"{wanted.root} is no folder.")
     if wanted.entry is not None and not (wanted.root / wanted.entry).is_file():
         raise UsageError(f"There is no script {wanted.entry} in {wanted.root}.")
-    settings = load_settings(find_config(wanted.root), start=wanted.root)
+    settings = load_settings(find_table(wanted.root), start=wanted.root)
     found = find_files([str(wanted.root)], settings, force_exclude=False)
     inside = wanted.out.resolve()
     files = [path.resolve() for path in found.files if not path.resolve().is_relative_to(inside)]
     checked = lint_files(files)
     problems = [str(p) for p in (*found.problems, *(p for one in checked for p in one.problems))]
-    scripts = [path for path in files if path.suffix == ".py"]
-    return Repository(
-        wanted, settings, files, checked, tuple(problems), find_scripts(wanted.root, scripts)
-    )
+    scripts = find_scripts(wanted.root, [path for path in files if path.suffix == ".py"])
+    return Repository(wanted, settings, files, checked, tuple(problems), scripts)
 
 
 def read_stage(project: Repository) -> StageRecord:
@@ -183,13 +238,25 @@ def entry_stage(project: Repository) -> StageRecord:
         return StageRecord(
             "entry", NEEDS_YOU, "read", answer, "name a script with --entry", {"candidates": others}
         )
+    chosen = project.arguments
     result = {"script": entry.path, "candidates": others, **asdict(entry)}
+    result |= {"settings": project.settings_of_entry.style, "arguments": asdict(chosen)}
     answer = f"{entry.path}: {', '.join(entry.reasons)}."
     if entry.missing:
         names = ", ".join(entry.missing)
         return StageRecord(
             *("entry", NEEDS_YOU, "read", f"{answer} Not installed here: {names}."),
             *(f"install {names}", result),
+        )
+    lacking = list(chosen.lacking)
+    if project.settings_of_entry.style == HYDRA and not project.settings_of_entry.options:
+        names = config_names(project.wanted.root / entry.path)
+        lacking += [f"--config-name (one of {', '.join(names[:12])})"] if names else []
+    if lacking:
+        needs = ", ".join(lacking)
+        return StageRecord(
+            *("entry", NEEDS_YOU, "read", f"{answer} It needs {needs}."),
+            *("give the values after --, or with --set", result),
         )
     return StageRecord("entry", DONE, "read", answer, "", result)
 
@@ -217,122 +284,6 @@ def patch_stage(project: Repository) -> StageRecord:
     return StageRecord("patch", DONE, "read", answer, "", result)
 
 
-def verify_stage(project: Repository) -> StageRecord:
-    """Run the script in eager PyTorch and ported, and compare, if that is allowed."""
-    wanted, entry = project.wanted, project.entry
-    if entry is None or entry.missing:
-        return StageRecord("verify", NOT_ASKED, "run", "Nothing was run: see `entry`.")
-    command = ["verify", entry.path, "--steps", str(wanted.steps), "--json"]
-    command += [f"--run-option={option}" for option in wanted.run_options]
-    command += ["--", *wanted.arguments] if wanted.arguments else []
-    shown = f"tpuport {shlex.join(command)}"
-    if not wanted.run:
-        answer = "Nothing of the repository was run."
-        ask = "call again with --run to let its code run here"
-        return StageRecord("verify", NOT_ASKED, "run", answer, ask, {"command": shown})
-    folder = (wanted.out / _SCRATCH).resolve()
-    folder.mkdir(exist_ok=True)
-    command[1:1] = ["--out", str(folder / "verify")]
-    seconds = 60 * wanted.minutes
-    ended = run_command(command, folder=wanted.root, log=folder / "verify.log", seconds=seconds)
-    result = {"command": shown, "log": ended.tail}
-    if ended.status is None:
-        answer = f"The script did not make {wanted.steps} steps in {wanted.minutes:g} minutes."
-        ask = "give the script smaller sizes after --, or more time with --minutes"
-        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
-    return _verified(ended, result, wanted, entry)
-
-
-def _verified(
-    ended: Finished, result: dict[str, Any], wanted: PortRequest, entry: StartScript
-) -> StageRecord:
-    found = _json(ended.output)
-    if ended.status == 2 or found is None:
-        answer = "The script fails in eager PyTorch, before anything is ported."
-        ask = "make it run with `python` first: give the arguments that it needs after --"
-        ask += "".join(f"; {launch}" for launch in shown_launches(entry)[:1])
-        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
-    result["verification"] = found
-    if found["failure"]:
-        answer = "The script runs in eager PyTorch, and fails when it is ported."
-        ask = "see the end of its output; `--run-option` passes options to `tpuport run`"
-        return StageRecord("verify", FAILED, "run", answer, ask, result)
-    if not found["passed"]:
-        wrong = [stage["name"] for stage in found["stages"] if not stage["passed"]]
-        answer = f"The port differs from eager PyTorch in {', '.join(wrong)}."
-        ask = "set dropout to 0 if the model draws random numbers; otherwise report it"
-        return StageRecord("verify", FAILED, "run", answer, ask, result)
-    answer = (
-        f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager PyTorch's."
-    )
-    return StageRecord("verify", DONE, "run", answer, "", result)
-
-
-def fit_stage(project: Repository) -> StageRecord:
-    """Compile the model for a slice, if a function that makes it was named."""
-    wanted = project.wanted
-    if wanted.model is None:
-        answer = "No program was compiled for a TPU."
-        ask = "name a function that returns the model and its inputs with --model file.py:function"
-        return StageRecord("fit", NOT_ASKED, "compiled", answer, ask)
-    command = ["compile", wanted.model, "--topology", wanted.slice_name, "--json"]
-    result: dict[str, Any] = {"command": f"tpuport {shlex.join(command)}"}
-    if not wanted.run:
-        answer = "No program was compiled: that calls a function of the repository."
-        ask = "call again with --run to let its code run here"
-        return StageRecord("fit", NOT_ASKED, "compiled", answer, ask, result)
-    folder = (wanted.out / _SCRATCH).resolve()
-    folder.mkdir(exist_ok=True)
-    seconds = 60 * wanted.minutes
-    page = (wanted.out / "compile.html").resolve()
-    ended = run_command(
-        [*command, "--out", str(page)],
-        folder=wanted.root,
-        log=folder / "compile.log",
-        seconds=seconds,
-    )
-    result["log"] = ended.tail
-    found = _json(ended.output)
-    if found is None:
-        late = ended.status is None
-        answer = "The model was not compiled" + (
-            f" in {wanted.minutes:g} minutes." if late else "."
-        )
-        ask = "give more time with --minutes" if late else "see the end of its output"
-        return StageRecord("fit", FAILED, "compiled", answer, ask, result)
-    result["compiled"] = found
-    fits = bool(found["fits"])
-    answer = f"The program {'fits' if fits else 'does not fit'} {wanted.slice_name}."
-    ask = "" if fits else f"tpuport compile {wanted.model} -t {wanted.slice_name} --search"
-    return StageRecord("fit", DONE if fits else FAILED, "compiled", answer, ask, result)
-
-
-# A stage and the options that it depends on, besides the files and the entry point.
-STAGES: dict[str, tuple[Callable[[Repository], StageRecord], Callable[[PortRequest], Any]]] = {
-    "read": (read_stage, lambda wanted: None),
-    "entry": (entry_stage, lambda wanted: wanted.entry),
-    "patch": (patch_stage, lambda wanted: None),
-    "verify": (
-        verify_stage,
-        lambda wanted: [
-            *(wanted.entry, list(wanted.arguments), wanted.run, wanted.steps),
-            *(wanted.minutes, list(wanted.run_options)),
-        ],
-    ),
-    "fit": (
-        fit_stage,
-        lambda wanted: [wanted.model, wanted.run, wanted.slice_name, wanted.minutes],
-    ),
-}
-
-
-def stage_key(name: str, project: Repository, digest: str) -> str:
-    """Return what the outcome of a stage depends on."""
-    missing = project.entry.missing if project.entry else ()
-    parts = [name, digest, missing, STAGES[name][1](project.wanted)]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-
 def _relative(place: str, root: Path) -> str:
     """Return a place as the repository names it: findings have the path as it was given."""
     for prefix in (f"{root.resolve().as_posix()}/", f"{root.as_posix()}/"):
@@ -349,13 +300,3 @@ def _diff(change: Change, root: Path) -> str:
     for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
         lines.append(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
     return "".join(lines)
-
-
-def _json(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a command printed, after whatever a script printed before it."""
-    start = 0 if text.startswith("{") else text.find("\n{") + 1
-    try:
-        found = json.loads(text[start:])
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None

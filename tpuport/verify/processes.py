@@ -32,6 +32,8 @@ class VerifiedScript:
         seed: The seed of Python, numpy and torch before it starts.
         plain: Whether the reference is plain Python, without CUDA being emulated.
         options: Options of `tpuport run` for the ported run.
+        before: A Python file that each run executes before the script, under the name
+            `__before__`, with the folder of the run as `FOLDER`.
     """
 
     script: Path
@@ -40,6 +42,7 @@ class VerifiedScript:
     seed: int = 0
     plain: bool = False
     options: Sequence[str] = ()
+    before: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def run(what: VerifiedScript, side: str, out: Path) -> FinishedRun:
     shutil.copy(Path(__file__).with_name("recorder.py"), recorder)
     settings = folder / "settings.json"
     wanted = {"steps": what.steps, "seed": what.seed, "disturbed": side == DISTURBED}
+    wanted["before"] = None if what.before is None else str(what.before.resolve())
     settings.write_text(json.dumps({"folder": str(folder), **wanted}))
     script = what.script.resolve()
     roots = _roots([Path.cwd(), script.parent])

@@ -193,6 +193,8 @@ def record() -> None:
         Path(settings["folder"]), settings["steps"], disturbed=settings["disturbed"]
     )
     recorder.install()
+    if settings["before"]:
+        runpy.run_path(settings["before"], {"FOLDER": settings["folder"]}, "__before__")
     sys.argv = sys.argv[2:]
     try:
         run_script(sys.argv[0])

@@ -1,0 +1,217 @@
+"""What runs before somebody else's script: made-up files, refused writes, and the end of it all."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tpuport.repository import runs
+from tpuport.repository.before import SeenRun, make_images, make_numbers, make_text
+from tpuport.repository.copies import copy_repository
+
+BEFORE = Path(runs.__file__).with_name("before.py")
+
+HOSTILE = """
+import builtins, os, socket, subprocess, sys, pathlib
+import numpy as np
+
+numbers = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
+again = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
+assert isinstance(numbers, np.memmap) and (numbers == again).all() and numbers.max() < 64
+assert np.fromfile("none.f32", dtype=np.float32, count=5).shape == (5,)
+assert "O God, O God!".strip("God, !") == "" or set("O God") <= set(open("none.txt").read())
+open("here.txt", "w").write("mine")
+assert open("here.txt").read() == "mine"
+try:
+    open("none.json")
+except FileNotFoundError:
+    pass
+subprocess.run([sys.executable, "-c", ""])
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0))
+for change in (
+    lambda: open(sys.argv[1], "w"),
+    lambda: pathlib.Path(sys.argv[1]).unlink(),
+    lambda: os.rename("here.txt", sys.argv[1]),
+    lambda: os.mkdir(sys.argv[1] + ".d"),
+):
+    try:
+        change()
+    except PermissionError as error:
+        assert "outside of its copy" in str(error)
+    else:
+        raise AssertionError("written")
+"""
+
+
+def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[dict[str, str]]:
+    """Run a script as `tpuport port` does, without torch, and return what was seen."""
+    work = folder / "work"
+    work.mkdir()
+    (work / "before.py").write_text(BEFORE.read_text())
+    found = {"writable": [str(folder)], "packages": [], "made_up": True, "autocast": True}
+    (work / "before.json").write_text(json.dumps(found | settings))
+    code = "import runpy, sys\nbefore, folder = sys.argv.pop(1), sys.argv.pop(1)\n"
+    code += "runpy.run_path(before, {'FOLDER': folder}, '__before__')\n"
+    temporary = folder / "tmp"
+    temporary.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", code + script, work / "before.py", work, *args],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (work / "seen.jsonl").read_text().splitlines()]
+
+
+def test_files_are_made_up_and_writes_outside_refused(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    outside = tmp_path / "outside"
+    outside.write_text("theirs")
+    seen = run_script(tmp_path / "repo", HOSTILE, outside)
+    assert outside.read_text() == "theirs"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside", "repo"]
+    kinds = {
+        kind: [one["what"] for one in seen if one["kind"] == kind]
+        for kind in ("made up", "refused write")
+    }
+    assert kinds["made up"] == ["data/none.bin", "none.f32", "none.txt"]
+    assert kinds["refused write"] == [str(outside), f"{outside}.d"]
+    assert {"process", "connection"} <= {one["kind"] for one in seen}
+
+
+def test_nothing_is_made_up_unasked(tmp_path: Path) -> None:
+    script = """
+import numpy as np
+try:
+    np.memmap("none.bin", mode="r")
+except FileNotFoundError:
+    __import__("subprocess").run(["true"])
+"""
+    assert [one["kind"] for one in run_script(tmp_path, script, made_up=False)] == ["process"]
+
+
+def test_made_up_files_are_the_same_each_time(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        seen = SeenRun(tmp_path / folder, [])
+        (tmp_path / folder).mkdir()
+        for name, make in (("x", make_numbers("int32", 9)), ("y", make_text)):
+            assert Path(seen.made(name, make)).parent == tmp_path / folder / "made-up"
+    first, second = (sorted((tmp_path / f / "made-up").iterdir()) for f in ("a", "b"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+    assert SeenRun(tmp_path, []).made(str(tmp_path / "a"), make_text) == str(tmp_path / "a")
+
+
+def test_after_the_script_nothing_is_seen(tmp_path: Path) -> None:
+    seen = SeenRun(tmp_path, [])
+    seen.watch("os.system", (b"one",))
+    seen.stop()
+    seen.watch("os.system", (b"two",))
+    seen.watch("os.mkdir", ("/outside", 0, -1))
+    lines = (tmp_path / "seen.jsonl").read_text().splitlines()
+    assert [json.loads(line)["what"] for line in lines] == ["one"]
+
+
+def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    image = pytest.importorskip("PIL.Image")
+    from tpuport.repository import before
+
+    monkeypatch.setattr(before, "_IMAGE_SIZE", 4)
+    make_images(tmp_path / "0a")
+    files = sorted((tmp_path / "0a").rglob("*.png"))
+    assert len(files) == 80
+    assert np.asarray(image.open(files[0])).shape == (4, 4, 3)
+
+
+def test_autocast_is_off(tmp_path: Path) -> None:
+    """In a process of its own: it changes torch."""
+    script = """
+import torch
+for make in (lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.amp.autocast("cpu"),
+             lambda: torch.autocast(device_type="cpu", dtype=torch.bfloat16, enabled=True)):
+    with make():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+with torch.autocast("cpu", enabled=False):
+    pass
+"""
+    seen = run_script(tmp_path, script, autocast=False)
+    found = [one["what"] for one in seen if one["kind"] == "autocast off"]
+    assert found == ["autocast of cpu"]
+
+
+def test_a_copy_has_no_way_back(tmp_path: Path) -> None:
+    root, copy = tmp_path / "repo", tmp_path / "repo" / "out" / "copy"
+    (root / "sub").mkdir(parents=True)
+    (root / ".git").mkdir()
+    (root / "sub" / "a.py").write_text("1")
+    (tmp_path / "beside").write_text("2")
+    (root / "sub" / "link").symlink_to("../../beside")
+    copy.parent.mkdir()
+    for _ in range(2):
+        copy_repository(root, copy, without=root / "out")
+        assert sorted(p.relative_to(copy).as_posix() for p in copy.rglob("*")) == [
+            *("sub", "sub/a.py", "sub/link")
+        ]
+        assert (copy / "sub" / "link").read_text() == "2"
+        (copy / "sub" / "a.py").write_text("changed")
+    assert (root / "sub" / "a.py").read_text() == "1"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find strays")
+def test_a_killed_call_leaves_nothing_running(tmp_path: Path) -> None:
+    child = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+    code = f"""
+        import sys
+        from pathlib import Path
+        from tpuport.repository import processes
+        processes._TPUPORT = (sys.executable, "-c", {child!r})
+        here = Path(sys.argv[1])
+        processes.run_command([str(here / "pid")], folder=here, log=here / "log", seconds=600)
+        """
+    call = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code), tmp_path])
+    until = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    pid = int((tmp_path / "pid").read_text())
+    temporary = next(
+        value.partition(b"=")[2].decode()
+        for value in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if value.startswith(b"TMPDIR=")
+    )
+    call.kill()
+    call.wait()
+    while _runs(pid) or Path(temporary).exists():
+        assert time.monotonic() < until, "it still runs"
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"
+
+
+def test_the_last_error_of_a_log() -> None:
+    log = textwrap.dedent("""
+        Traceback (most recent call last):
+          File "train.py", line 3, in <module>
+            main()
+          File "lib/net.py", line 7, in main
+            assert False, "no"
+        AssertionError: no
+        some more
+        """)
+    assert runs._last_error(log) == "AssertionError: no (lib/net.py:7)."
+    assert runs._last_error("train.py: error: the following arguments are required: --lr") == (
+        "train.py: error: the following arguments are required: --lr."
+    )
+    assert runs._last_error("nothing") == ""

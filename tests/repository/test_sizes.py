@@ -1,0 +1,141 @@
+"""Small sizes for a script, and the values that it requires, found in its source."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tpuport.foundation.errors import UsageError
+from tpuport.repository.hydra_files import config_names, find_config
+from tpuport.repository.scripts import StartScript, add_packages, find_scripts
+from tpuport.repository.sizes import ChosenArguments, choose_arguments, read_settings
+from tpuport.repository.slices import next_slice
+
+ARGPARSE = """
+    import argparse
+    import models
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-path", type=str, required=True)
+    parser.add_argument("--kind", choices=["one", "two"], required=True)
+    parser.add_argument("--rate", required=True)
+    parser.add_argument("--model", default="Net-XL/2")
+    parser.add_argument("--image-size", type=int, choices=[256, 128], default=256)
+    parser.add_argument("--global-batch-size", type=int, default=256)
+    parser.add_argument("--num_workers", "-j", type=int, default=8)
+    parser.add_argument("--momentum", type=float, default=0.9)
+    parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--no-ema", action="store_false", dest="ema")
+    if __name__ == "__main__":
+        loss.backward()
+    """
+MODELS = """
+    sizes = {"Net-XL/2": 1, "Net-S/2": 2, "Net-S/8": 3, "Other-S/9": 4}
+    """
+GLOBALS = """
+    batch_size = 12
+    accumulation_steps = 5 * 8
+    n_layer, rate = 12, 0.1
+    n_head = 12
+    n_embd = 768
+    compile = True
+    eval_iters = 200
+    exec(open("configurator.py").read())
+    depth = 12
+    for step in range(3):
+        loss.backward()
+    """
+HYDRA = """
+    import hydra
+
+    FOLDER = "conf"
+
+    @hydra.main(config_path=FOLDER, config_name="base")
+    def main(config):
+        loss.backward()
+    """
+
+
+def entry(root: Path, script: str, **files: str) -> tuple[StartScript, ChosenArguments]:
+    arguments = files.pop("arguments", "").split()
+    changes = dict(pair.split("=") for pair in files.pop("changes", "").split())
+    (root / "train.py").write_text(textwrap.dedent(script))
+    for name, text in files.items():
+        path = root / name.replace("__", "/").replace("_yaml", ".yaml").replace("_py", ".py")
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(textwrap.dedent(text))
+    found = find_scripts(root, sorted(root.rglob("*.py")))[0]
+    modules = [root / name for name in found.modules]
+    settings = read_settings(root / found.path, modules, found)
+    return found, choose_arguments(settings, found, arguments, changes)
+
+
+def test_argparse(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("python train.py --rate 0.1 --data-path /path/to/data\n")
+    _, chosen = entry(tmp_path, ARGPARSE, models_py=MODELS, changes="fast=true no_ema=false")
+    full = ["--fast", "--no-ema", "--data-path", "made-up-data_path", "--kind", "one"]
+    assert chosen.full == (*full, "--rate", "0.1")
+    assert chosen.small[len(chosen.full) :] == (
+        *("--model", "Net-S/8", "--image-size", "128", "--global-batch-size", "4"),
+        *("--num_workers", "0"),
+    )
+    assert chosen.invented == ("data-path: made-up-data_path", "kind: one", "rate: 0.1")
+    assert chosen.lacking == ()
+
+
+def test_what_is_given_is_not_made_smaller(tmp_path: Path) -> None:
+    given = "--data-path here --kind=two --global-batch-size 8"
+    _, chosen = entry(tmp_path, ARGPARSE, arguments=given, changes="num-workers=3")
+    assert chosen.full == (*given.split(), "--num_workers", "3")
+    assert not {"--global-batch-size", "--num_workers"} & set(chosen.small[len(chosen.full) :])
+    assert chosen.lacking == ("rate",)
+
+
+def test_switches_and_unknown_settings(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="it is a switch, true or false; got 3"):
+        entry(tmp_path, ARGPARSE, changes="fast=3")
+    with pytest.raises(UsageError, match="--set rat: the script has data-path, fast"):
+        entry(tmp_path, ARGPARSE, changes="rat=3")
+
+
+def test_globals_that_a_file_overrides(tmp_path: Path) -> None:
+    _, chosen = entry(tmp_path, GLOBALS, changes="rate=0.2")
+    assert chosen.full == ("--rate=0.2",)
+    assert set(chosen.small[1:]) == {
+        *("--batch_size=4", "--accumulation_steps=2", "--eval_iters=1"),
+        *("--n_embd=64", "--n_head=2"),
+    }
+
+
+def test_hydra(tmp_path: Path) -> None:
+    found, chosen = entry(
+        tmp_path,
+        HYDRA,
+        conf__base_yaml="""
+            defaults: [_self_, {net: small}]
+            loader: {batch_size: 64, num_workers: 8}
+            training: {num_epochs: 50}
+            """,
+        conf__net__small_yaml="_target_: own.Net\nother: {_target_: absent_package.sub.Thing}\n",
+        own_py="import also_absent",
+        changes="loader.batch_size=16",
+    )
+    assert chosen.full == ("loader.batch_size=16",)
+    assert chosen.small[1:] == ("loader.num_workers=0", "training.num_epochs=2")
+    config = find_config(tmp_path / "train.py", found)
+    assert config is not None
+    assert config.targets() == {"own.Net", "absent_package.sub.Thing"}
+    files = sorted(tmp_path.rglob("*.py"))
+    missing = add_packages(found, tmp_path, files, config.targets()).missing
+    assert set(missing) - {"hydra"} == {"absent_package", "also_absent"}
+    assert config_names(tmp_path / "train.py") == ["base"]
+
+
+def test_the_next_slice() -> None:
+    def compiled(peak: int) -> dict[str, object]:
+        return {"peak": peak, "memory": {"available": 16, "refused": 0}}
+
+    assert next_slice("v6e-1", compiled(20)) == "v6e-4"
+    # What eight chips cannot hold if half of it were divided is not compiled for four.
+    assert next_slice("v6e-1", compiled(200)) == "v6e-8"
+    assert next_slice("v5e-256", compiled(20)) is None

@@ -1,0 +1,336 @@
+"""Runs before somebody else's script, in its process: stands in for data that is not there.
+
+This file is copied beside its settings, `before.json`, and run by itself, in eager PyTorch and
+under a port alike. Files that a script cannot find are made up, the same ones in each run. Writes
+outside of the folders that it may write to are refused. What was made up, refused, started or
+called is written to `seen.jsonl` in the folder of the run.
+
+It is no sandbox: code that wants to get around it can.
+"""
+
+import builtins
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+_MOST_OF_A_KIND = 40
+_NUMBERS = 1 << 18
+# Every vocabulary has as many tokens, and every set of classes ten.
+_LARGEST_NUMBER = 64
+_CLASSES, _IMAGES_OF_CLASS, _IMAGE_SIZE = 10, 8, 256
+_TEXT_SIZE = 1 << 16
+_CHARACTERS = "".join(chr(n) for n in range(32, 127)) + "\n"
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = {
+    "os.mkdir", "os.remove", "os.rmdir", "os.rename", "os.truncate", "os.link", "os.symlink",
+    "os.chmod", "os.chown", "shutil.rmtree", "shutil.move",
+}  # fmt: skip
+# What libraries write wherever they are used.
+_CACHES = ("~/.cache", "~/.config/matplotlib", "~/.triton", "/dev", "/proc/self")
+_CACHES += tuple(
+    os.environ[n] for n in ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME") if n in os.environ
+)
+_PROCESSES = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"}
+_CONNECTIONS = {"socket.connect", "socket.bind"}
+# The layout of the autoencoder of Stable Diffusion, with few channels: an eighth of the size, four
+# channels.
+_AUTOENCODER: dict[str, Any] = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (8, 8, 8, 8),
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 4,
+    "sample_size": _IMAGE_SIZE,
+}
+
+
+class SeenRun:
+    """What a script did that a person should know of.
+
+    Args:
+        folder: Where `seen.jsonl` and the made-up files go.
+        writable: The folders that the script may write to.
+    """
+
+    def __init__(self, folder: Path, writable: Sequence[str]) -> None:
+        self.folder = folder
+        folders = (*writable, *_CACHES, folder, tempfile.gettempdir())
+        self.writable = tuple(os.path.realpath(os.path.expanduser(path)) for path in folders)
+        self.known: dict[str, set[str]] = {}
+        self.busy = False
+
+    def stop(self) -> None:
+        """See nothing more: the script has ended, and this process goes on."""
+        self.busy = True
+
+    def note(self, kind: str, what: str, instead: str = "") -> None:
+        """Write down a thing that was seen, once."""
+        known = self.known.setdefault(kind, set())
+        if what in known or len(known) >= _MOST_OF_A_KIND:
+            return
+        known.add(what)
+        self.busy = True
+        try:
+            with builtins.open(self.folder / "seen.jsonl", "a") as file:
+                file.write(json.dumps({"kind": kind, "what": what, "instead": instead}) + "\n")
+        finally:
+            self.busy = False
+
+    def may_write(self, path: Any) -> bool:
+        """Return whether a path lies in one of the folders that the script may write to."""
+        if isinstance(path, int) or "__pycache__" in str(path):
+            return True
+        real = os.path.realpath(os.fsdecode(path))
+        return any(real == one or real.startswith(one + os.sep) for one in self.writable)
+
+    def watch(self, event: str, args: tuple[Any, ...]) -> None:
+        """See what Python reports of files, processes and connections: `sys.addaudithook`.
+
+        Raises:
+            PermissionError: a write outside of the folders.
+        """
+        if self.busy:
+            return
+        if event == "open":
+            if isinstance(args[2], int) and args[2] & _WRITES and args[0] is not None:
+                self.check(args[0])
+        elif event in _CHANGES:
+            for path in args[:2] if event in ("os.rename", "shutil.move", "os.link") else args[:1]:
+                self.check(path)
+        elif event in _PROCESSES:
+            self.note("process", event if event == "os.fork" else _shown(args))
+        elif event in _CONNECTIONS:
+            self.note("connection", str(args[1]))
+
+    def check(self, path: Any) -> None:
+        """Refuse a write outside of the folders.
+
+        Raises:
+            PermissionError: it is one.
+        """
+        if not isinstance(path, (str, bytes, os.PathLike)) or self.may_write(path):
+            return
+        name = os.fsdecode(path)
+        self.note("refused write", name)
+        raise PermissionError(f"tpuport port lets no script write outside of its copy: {name}")
+
+    def made(self, path: Any, make: Callable[[Path], str], suffix: str = "") -> Any:
+        """Return the path if there is such a file, else that of one that is made up.
+
+        Args:
+            path: What a script asks for.
+            make: Writes it, and returns what it is in words.
+            suffix: What its name has to end with.
+        """
+        if not isinstance(path, (str, os.PathLike)) or os.path.exists(path):
+            return path
+        name = os.fspath(path)
+        digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+        target = self.folder / "made-up" / f"{digest}{suffix}"
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            self.note("made up", name, make(target))
+        return str(target)
+
+
+def _shown(args: tuple[Any, ...]) -> str:
+    words = next((a for a in args if isinstance(a, (list, tuple))), args[:1])
+    return " ".join(os.fsdecode(w) if isinstance(w, (str, bytes)) else str(w) for w in words)[:200]
+
+
+def _generator(target: Path) -> np.random.Generator:
+    return np.random.default_rng(int(target.stem, 16))
+
+
+def make_numbers(dtype: Any, count: int) -> Callable[[Path], str]:
+    """Return what writes random numbers of a dtype: small integers, or normal floats."""
+    kind = np.dtype(dtype)
+
+    def make(target: Path) -> str:
+        random = _generator(target)
+        if kind.kind == "f":
+            values = random.standard_normal(count).astype(kind)
+        else:
+            values = random.integers(0, _LARGEST_NUMBER, count).astype(kind)
+        values.tofile(target)
+        return f"{count} random numbers ({kind})"
+
+    return make
+
+
+def make_text(target: Path) -> str:
+    """Write random characters."""
+    picked = _generator(target).integers(0, len(_CHARACTERS), _TEXT_SIZE)
+    # Each character at least once: code that indexes them finds them all.
+    target.write_text(_CHARACTERS + "".join(_CHARACTERS[n] for n in picked))
+    return "random characters"
+
+
+def make_images(target: Path) -> str:
+    """Write a folder with folders of random images, one for each class."""
+    from PIL import Image
+
+    random = _generator(target)
+    for name in range(_CLASSES):
+        folder = target / f"class{name}"
+        folder.mkdir(parents=True)
+        for number in range(_IMAGES_OF_CLASS):
+            pixels = random.integers(0, 256, (_IMAGE_SIZE, _IMAGE_SIZE, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"{number}.png", compress_level=0)
+    return f"{_CLASSES} classes of {_IMAGES_OF_CLASS} random images"
+
+
+def stand_in_for_files(seen: SeenRun) -> None:
+    """Make `numpy.memmap`, `numpy.fromfile` and `open` find files of numbers and text."""
+    real_map, real_file, real_open = np.memmap, np.fromfile, builtins.open
+
+    class memmap(real_map):
+        """The class of numpy, which finds made-up files too."""
+
+        def __new__(
+            cls, filename: Any, dtype: Any = np.uint8, mode: Any = "r+", *args: Any, **kwargs: Any
+        ) -> Any:
+            if mode in ("r", "c", "readonly", "copyonwrite"):
+                shape = kwargs.get("shape", args[1] if len(args) > 1 else None)
+                count = _NUMBERS if shape is None else int(np.prod(shape))
+                filename = seen.made(filename, make_numbers(dtype, count))
+            return real_map.__new__(cls, filename, dtype, mode, *args, **kwargs)
+
+    def fromfile(file: Any, dtype: Any = float, count: int = -1, *args: Any, **kwargs: Any) -> Any:
+        wanted = _NUMBERS if count < 0 else count
+        return real_file(
+            seen.made(file, make_numbers(dtype, wanted)), dtype, count, *args, **kwargs
+        )
+
+    def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if mode in ("r", "rt") and isinstance(file, (str, os.PathLike)) and _is_text(file):
+            file = seen.made(file, make_text)
+        return real_open(file, mode, *args, **kwargs)
+
+    memmap.__module__ = "numpy"
+    places: Any = (np, builtins)
+    places[0].memmap, places[0].fromfile, places[1].open = memmap, fromfile, open_
+
+
+def _is_text(file: Any) -> bool:
+    return os.fspath(file).endswith(".txt") and "requirements" not in os.path.basename(file)
+
+
+def stand_in_for_torchvision(seen: SeenRun) -> None:
+    """Make the data sets of torchvision find random images."""
+    datasets = importlib.import_module("torchvision.datasets")
+
+    folder_init = datasets.DatasetFolder.__init__
+
+    def init(self: Any, root: Any, *args: Any, **kwargs: Any) -> None:
+        folder_init(self, seen.made(root, make_images), *args, **kwargs)
+
+    patched: Any = datasets.DatasetFolder
+    patched.__init__ = init
+    for name, shape, classes in (
+        ("CIFAR10", (32, 32, 3), 10),
+        ("CIFAR100", (32, 32, 3), 100),
+        ("MNIST", (28, 28), 10),
+        ("FashionMNIST", (28, 28), 10),
+    ):
+        _replace_small(seen, getattr(datasets, name), shape, classes)
+
+
+def _replace_small(seen: SeenRun, dataset: Any, shape: tuple[int, ...], classes: int) -> None:
+    """Let a data set of one file have random images if it cannot be read or fetched."""
+    import torch
+
+    base, real = importlib.import_module("torchvision.datasets").VisionDataset, dataset.__init__
+
+    def init(self: Any, root: Any, train: bool = True, *args: Any, **kwargs: Any) -> None:
+        if type(self) is not dataset:
+            return real(self, root, train, *args, **kwargs)
+        try:
+            return real(self, root, train, *args, **kwargs)
+        except (OSError, RuntimeError) as error:
+            reason = str(error).splitlines()[0][:80]
+        transforms = dict(zip(("transform", "target_transform"), args, strict=False)) | {
+            name: value for name, value in kwargs.items() if name != "download"
+        }
+        base.__init__(self, root, **transforms)
+        random = np.random.default_rng(classes)
+        images = random.integers(0, 256, (512, *shape), dtype=np.uint8)
+        targets = random.integers(0, classes, 512)
+        gray = len(shape) == 2
+        self.train, self.classes = train, [str(n) for n in range(classes)]
+        self.class_to_idx = {name: n for n, name in enumerate(self.classes)}
+        self.data = torch.from_numpy(images) if gray else images
+        self.targets = torch.from_numpy(targets) if gray else targets.tolist()
+        seen.note("made up", f"{dataset.__name__} ({reason})", "512 random images")
+
+    dataset.__init__ = init
+
+
+def stand_in_for_diffusers(seen: SeenRun) -> None:
+    """Let the autoencoder of Stable Diffusion have random weights if it cannot be fetched."""
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
+
+    real = AutoencoderKL.from_pretrained
+
+    def from_pretrained(name: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return real(name, *args, **kwargs)
+        except (OSError, ValueError) as error:
+            reason = str(error).splitlines()[0][:80]
+        seen.note("made up", f"{name} ({reason})", "a small autoencoder of random weights")
+        return AutoencoderKL(**_AUTOENCODER)
+
+    patched: Any = AutoencoderKL
+    patched.from_pretrained = staticmethod(from_pretrained)
+
+
+def turn_autocast_off(seen: SeenRun) -> None:
+    """Let regions of autocast compute in the dtype of their inputs.
+
+    Eager PyTorch and a port round sixteen bits differently, so that equal functions look unequal.
+    """
+    from torch.amp.autocast_mode import autocast
+
+    real = autocast.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        if args[2] if len(args) > 2 else kwargs.get("enabled", True):
+            device = args[0] if args else kwargs.get("device_type")
+            seen.note("autocast off", f"autocast of {device}", "the dtypes of the inputs")
+        real(self, *(args[:2] + args[3:]), **{**kwargs, "enabled": False})
+
+    patched: Any = autocast
+    patched.__init__ = init
+
+
+_PACKAGES = {"torchvision": stand_in_for_torchvision, "diffusers": stand_in_for_diffusers}
+
+
+def prepare() -> SeenRun:
+    """Set everything up, as `before.json` says."""
+    settings = json.loads(Path(__file__).with_name("before.json").read_text())
+    folder = Path(globals().get("FOLDER") or Path(__file__).parent)
+    seen = SeenRun(folder, settings["writable"])
+    if not settings["autocast"]:
+        turn_autocast_off(seen)
+    if settings["made_up"]:
+        stand_in_for_files(seen)
+        for package in settings["packages"]:
+            if package in _PACKAGES and importlib.util.find_spec(package) is not None:
+                _PACKAGES[package](seen)
+    sys.addaudithook(seen.watch)
+    return seen
+
+
+if __name__ == "__before__":
+    SEEN = prepare()

@@ -1,0 +1,335 @@
+"""The stages of `tpuport port` that run code of the repository, in a copy of it."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpuport.repository.capture import SETTINGS
+from tpuport.repository.copies import copy_repository
+from tpuport.repository.processes import Finished, run_command
+from tpuport.repository.scripts import StartScript, shown_launches
+from tpuport.repository.slices import FIRST_SLICE, next_slice
+from tpuport.repository.stages import (
+    DONE,
+    FAILED,
+    NEEDS_YOU,
+    NOT_ASKED,
+    PortRequest,
+    Repository,
+    StageRecord,
+)
+
+_WORK = "work"
+_TRIALS = 4
+# What libraries would do unasked: send a run to a service, open a window.
+_QUIET = {"WANDB_MODE": "offline", "MPLBACKEND": "Agg"}
+_KINDS = ("made up", "refused write", "process", "connection", "autocast off")
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """The copy of a repository in which its code runs.
+
+    Attributes:
+        folder: The folder for everything.
+        copy: The copy of the repository.
+        before: The file that is executed before the script.
+    """
+
+    folder: Path
+    copy: Path
+    before: Path
+
+    def environment(self) -> dict[str, str]:
+        """Return variables for a process that runs the script."""
+        paths = [str(self.copy), *filter(None, [os.environ.get("PYTHONPATH")])]
+        quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
+        return {**quiet, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def without_paths(self, text: str) -> str:
+        """Return a text in which paths are relative to the repository."""
+        return text.replace(f"{self.copy}/", "").replace(str(self.copy), ".")
+
+    def seen(self, folder: Path) -> dict[str, list[dict[str, str]]]:
+        """Return what a run did, by kind: made-up files, refused writes and so on."""
+        found: dict[str, list[dict[str, str]]] = {kind: [] for kind in _KINDS}
+        try:
+            lines = (folder / "seen.jsonl").read_text().splitlines()
+        except OSError:
+            return found
+        for line in lines:
+            try:
+                one = json.loads(line)
+                found[one["kind"]].append(
+                    {"what": self.without_paths(one["what"]), "instead": one["instead"]}
+                )
+            except (ValueError, KeyError):  # the process was stopped while it wrote
+                continue
+        return found
+
+
+def prepare_workspace(wanted: PortRequest, entry: StartScript) -> Workspace:
+    """Copy the repository, and the file that is executed before its script."""
+    folder = (wanted.out / _WORK).resolve()
+    folder.mkdir(exist_ok=True)
+    copy = folder / "copy"
+    copy_repository(wanted.root, copy, without=wanted.out)
+    target = folder / "before.py"
+    shutil.copy(Path(__file__).with_name("before.py"), target)
+    settings = {
+        "writable": [str(copy)],
+        "packages": list(entry.packages),
+        "made_up": wanted.made_up,
+        "autocast": wanted.autocast,
+    }
+    target.with_suffix(".json").write_text(json.dumps(settings))
+    return Workspace(folder, copy, target)
+
+
+def verify_stage(project: Repository) -> StageRecord:
+    """Run the script in eager PyTorch and ported, and compare, if that is allowed."""
+    wanted, entry, chosen = project.wanted, project.entry, project.arguments
+    if entry is None or entry.missing or chosen.lacking:
+        return StageRecord("verify", NOT_ASKED, "run", "Nothing was run: see `entry`.")
+    arguments = chosen.full if wanted.full_size else chosen.small
+    command = ["verify", entry.path, "--steps", str(wanted.steps), "--json"]
+    command += [f"--run-option={option}" for option in wanted.run_options]
+    command += ["--", *arguments] if arguments else []
+    shown = f"tpuport {shlex.join(command)}"
+    if not wanted.run:
+        answer = "Nothing of the repository was run."
+        ask = "call again with --run to let its code run here"
+        return StageRecord("verify", NOT_ASKED, "run", answer, ask, {"command": shown})
+    work = prepare_workspace(wanted, entry)
+    results = work.folder / "verify"
+    command[1:1] = ["--out", str(results), "--before", str(work.before)]
+    if "/" in entry.path:
+        command[1:1] = [f"--run-option=--path={work.copy}"]
+    ended = run_command(
+        command,
+        folder=work.copy,
+        log=work.folder / "verify.log",
+        seconds=60 * wanted.minutes,
+        environment=work.environment(),
+    )
+    seen = _both_seen(work, results)
+    result: dict[str, Any] = {"command": shown, "log": _log(work, results, ended), "seen": seen}
+    if arguments != chosen.full:
+        result["smaller"] = list(chosen.changed)
+    return _verified(ended, result, wanted, entry)
+
+
+def _both_seen(work: Workspace, results: Path) -> dict[str, list[dict[str, str]]]:
+    sides = [work.seen(results / side) for side in ("eager", "ported")]
+    return {
+        kind: [*sides[0][kind], *(one for one in sides[1][kind] if one not in sides[0][kind])]
+        for kind in _KINDS
+    }
+
+
+def _log(work: Workspace, results: Path, ended: Finished) -> str:
+    """Return the last lines of the run that was the last, or of the command itself."""
+    for side in ("ported", "eager"):
+        file = results / side / "output.txt"
+        if ended.status != 0 and file.is_file() and (text := _tail(file)):
+            return work.without_paths(text)
+    return work.without_paths(ended.tail)
+
+
+def _tail(file: Path, lines: int = 25) -> str:
+    return "\n".join(file.read_text(errors="replace").rstrip().splitlines()[-lines:])
+
+
+def _verified(
+    ended: Finished, result: dict[str, Any], wanted: PortRequest, entry: StartScript
+) -> StageRecord:
+    found = _json(ended.output)
+    refused = [one["what"] for one in result["seen"]["refused write"]]
+    if refused and (ended.status is None or found is None):
+        answer = f"The script writes outside of the repository, which is refused: {refused[0]}."
+        ask = "let it write below the repository, by its arguments or --set"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+    if ended.status is None:
+        answer = f"The script did not make {wanted.steps} steps in {wanted.minutes:g} minutes."
+        ask = "give the script smaller sizes after -- or with --set, or more time with --minutes"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+    if ended.status == 2 or found is None:
+        answer = "The script fails in eager PyTorch, before anything is ported"
+        answer += f": {error}" if (error := _last_error(result["log"])) else "."
+        ask = "make it run with `python` first: give the arguments that it needs after --"
+        ask += "".join(f"; {launch}" for launch in shown_launches(entry)[:1])
+        if absent := _ABSENT.search(error):
+            ask = f"install {absent[1].partition('.')[0]}"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+    result["verification"] = found
+    if found["failure"]:
+        answer = "The script runs in eager PyTorch, and fails when it is ported"
+        answer += f": {error}" if (error := _last_error(result["log"])) else "."
+        ask = "see the end of its output; `--run-option` passes options to `tpuport run`"
+        return StageRecord("verify", FAILED, "run", answer, ask, result)
+    if not found["passed"]:
+        wrong = [stage["name"] for stage in found["stages"] if not stage["passed"]]
+        answer = f"The port differs from eager PyTorch in {', '.join(wrong)}."
+        ask = "set dropout to 0 if the model draws random numbers; otherwise report it"
+        return StageRecord("verify", FAILED, "run", answer, ask, result)
+    answer = (
+        f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager PyTorch's"
+        f"{_on_what(result)}."
+    )
+    return StageRecord("verify", DONE, "run", answer, "", result)
+
+
+def _on_what(result: dict[str, Any]) -> str:
+    """Return what a claim depends on: made-up data, small sizes."""
+    made = [one["what"] for one in result["seen"]["made up"]]
+    parts = []
+    if made:
+        more = f" and {len(made) - 2} more" if len(made) > 2 else ""
+        parts.append(f"on made-up data ({', '.join(made[:2])}{more} could not be read)")
+    if result.get("smaller"):
+        parts.append(f"with smaller sizes ({', '.join(result['smaller'])})")
+    if result["seen"]["autocast off"]:
+        parts.append("with autocast off, in the dtypes of the inputs")
+    return f", {', '.join(parts)}" if parts else ""
+
+
+_ERROR = re.compile(
+    r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*|\S+: error: .*)$"
+)
+_ABSENT = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'")
+_PLACE = re.compile(r'^\s*File "(?P<file>[^"/<][^"]*)", line (?P<line>\d+)')
+
+
+def _last_error(log: str) -> str:
+    """Return the last error that a log shows, with the innermost line of the repository."""
+    lines = log.splitlines()
+    error = next((line for line in reversed(lines) if _ERROR.match(line)), "")
+    place = next((m for line in reversed(lines) if (m := _PLACE.match(line))), None)
+    at = f" ({place['file']}:{place['line']})" if place else ""
+    return f"{error[:300]}{at}." if error else ""
+
+
+def fit_stage(project: Repository) -> StageRecord:
+    """Compile the model for a slice: of a function that was named, or the one the script calls."""
+    wanted, entry = project.wanted, project.entry
+    by_script = wanted.model is None
+    if by_script and (entry is None or entry.missing or project.arguments.lacking):
+        answer = "No program was compiled for a TPU: see `entry`."
+        return StageRecord("fit", NOT_ASKED, "compiled", answer)
+    target = wanted.model or "tpuport.repository.capture:program"
+    if not wanted.run:
+        answer = "No program was compiled: that runs code of the repository."
+        ask = "call again with --run to let its code run here"
+        return StageRecord("fit", NOT_ASKED, "compiled", answer, ask)
+    entry = entry or StartScript("", trains=False, reasons=())
+    work = prepare_workspace(wanted, entry)
+    name = wanted.slice_name or FIRST_SLICE
+    tried: list[str] = []
+    result: dict[str, Any] = {}
+    while True:
+        ended = _compile(project, work, entry, target, name)
+        result |= {
+            "command": f"tpuport compile {shlex.quote(target)} --topology {name}",
+            "slice": name,
+            "log": work.without_paths(ended.tail),
+            "seen": work.seen(work.folder / "compile"),
+        }
+        found = _json(ended.output)
+        if found is None:
+            return _not_compiled(ended, result, wanted)
+        result["compiled"] = found
+        tried.append(name)
+        larger = next_slice(name, found) if wanted.slice_name is None else None
+        if found["fits"] or larger is None or len(tried) >= _TRIALS:
+            break
+        name = larger
+    return _fitted(result, tried, wanted, by_script)
+
+
+def _compile(
+    project: Repository, work: Workspace, entry: StartScript, target: str, name: str
+) -> Finished:
+    wanted = project.wanted
+    folder = work.folder / "compile"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    settings = {
+        "script": str(work.copy / entry.path),
+        "arguments": list(project.arguments.full),
+        "trains": entry.trains,
+        "before": str(work.before),
+        "folder": str(folder),
+    }
+    file = folder / "capture.json"
+    file.write_text(json.dumps(settings))
+    page = folder / "compile.html"
+    ended = run_command(
+        ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
+        folder=work.copy,
+        log=work.folder / "compile.log",
+        seconds=60 * wanted.minutes,
+        environment={**work.environment(), SETTINGS: str(file)},
+    )
+    if page.is_file():
+        os.replace(page, wanted.out / "compile.html")
+    return ended
+
+
+def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) -> StageRecord:
+    late = ended.status is None
+    answer = "The model was not compiled"
+    if late:
+        answer += f" in {wanted.minutes:g} minutes."
+    else:
+        answer += f": {error}" if (error := _last_error(result["log"])) else "."
+    ask = "give more time with --minutes, or smaller sizes with --set"
+    if not late:
+        ask = "see the end of its output, or name a function that returns the model and its inputs"
+        ask += " with --model file.py:function"
+    return StageRecord("fit", FAILED, "compiled", answer, ask, result)
+
+
+def _fitted(
+    result: dict[str, Any], tried: Sequence[str], wanted: PortRequest, by_script: bool
+) -> StageRecord:
+    found, name = result["compiled"], result["slice"]
+    fits = bool(found["fits"])
+    what = f"{found['model']}, {found['what']}"
+    answer = f"{what}: {'fits' if fits else 'does not fit'} {name}"
+    if wanted.slice_name is None and fits:
+        too_small = ", ".join(one for one in tried if one != name)
+        answer += ", the smallest slice that was tried"
+        answer += f" after {too_small}" if too_small else ""
+    answer += f", {found['peak'] / 2**30:.1f} GiB a chip"
+    seconds = sum(part["seconds"] for part in (found.get("estimate") or {}).get("parts", ()))
+    answer += f", about {1e3 * seconds:.1f} ms a step." if seconds else "."
+    if by_script:
+        answer += " The model and the inputs are those of the script's first call"
+        made = [one["what"] for one in result["seen"]["made up"]]
+        answer += f", on made-up data ({made[0]} could not be read)." if made else "."
+        if result["seen"]["autocast off"]:
+            answer += " The script's autocast is not part of it."
+        if found["what"] == "training step":
+            answer += " A loss that the script computes outside of the model is not in the program."
+    ask = "" if fits else "a larger slice with --for, or a smaller batch with --set"
+    return StageRecord("fit", DONE if fits else FAILED, "compiled", answer, ask, result)
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    """Return the JSON object that a command printed, after whatever a script printed before it."""
+    starts = [0] if text.startswith("{") else []
+    starts += [match.start() + 1 for match in re.finditer(r"\n\{", text)]
+    for start in starts:
+        try:
+            found = json.loads(text[start:])
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
+    return None

@@ -1,0 +1,354 @@
+"""Small sizes for a script, found in how it reads its settings; nothing is run."""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tpuport.foundation.errors import UsageError
+from tpuport.repository.hydra_files import find_config, launched_config
+from tpuport.repository.scripts import StartScript
+
+# How a script takes its settings: `--key value`; `--key=value` for a global; `key=value`.
+ARGPARSE, GLOBALS, HYDRA, UNKNOWN = "argparse", "globals", "hydra", "unknown"
+
+# A name, and the largest value with which a few steps of the script show what they are to show.
+_LIMITS = (
+    (r"(\w+_)?batch(_size)?(_per_\w+)?|bs", 4),
+    (r"(num_|n_)?(data_|dataloader_)?workers|workers", 0),
+    (r"(eval|val|test|valid)\w*_(iters|steps|batches)|(n|num)_eval\w*", 1),
+    (r"grad(ient)?_acc\w*|accum(ulation)?_(iter|step)s?|accumulate_grad\w*", 2),
+    (r"n_layers?|num_(hidden_)?layers|(num_|n_)?blocks|depth", 2),
+    (r"block_size|(max_)?(seq|sequence|context)_?(len|length)", 64),
+    (r"(num_|n_|max_)?epochs?", 2),
+)
+_HEADS = re.compile(r"n_heads?|num_(attention_)?heads|nheads?")
+_WIDTH = re.compile(r"n_embd|hidden_size|d_model|embed_dim|dim_model")
+_SMALL_HEADS, _SMALL_WIDTH = 2, 64
+_DATA = re.compile(r"data|dataset|root|path|dir|folder|corpus")
+_ORDER = (
+    *("nano", "micro", "tiny", "mini", "small", "s", "base", "b", "medium", "m"),
+    *("large", "l", "huge", "h", "giant", "g", "xl", "xxl"),
+)
+_NAMES_MODEL = re.compile(r"(\w+_)?(model|arch)(_name|_type)?")
+
+
+@dataclass
+class Option:
+    """One setting of a script.
+
+    Attributes:
+        name: Its name as the script has it, without dashes in front.
+        flag: What the command line has in front of its value.
+        default: Its default, if it is written down as a literal.
+        choices: What it may be, if that is written down.
+        required: Whether the script cannot do without it.
+        switch: The value that it gets by being named alone; None if it takes a value.
+    """
+
+    name: str
+    flag: str
+    default: Any = None
+    choices: tuple[Any, ...] = ()
+    required: bool = False
+    switch: bool | None = None
+
+    @property
+    def key(self) -> str:
+        """Return the last part of the name, in one spelling."""
+        return self.name.rpartition(".")[2].replace("-", "_").lower()
+
+
+@dataclass
+class ScriptSettings:
+    """How a script takes its settings, and which ones it has."""
+
+    style: str = UNKNOWN
+    options: dict[str, Option] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
+
+    def find(self, name: str) -> Option | None:
+        """Return a setting by its name, whether it has dashes or underscores."""
+        wanted = name.replace("-", "_")
+        return next((o for o in self.options.values() if o.name.replace("-", "_") == wanted), None)
+
+    def words(self, name: str, value: Any) -> list[str]:
+        """Return what sets a setting on the command line.
+
+        Raises:
+            UsageError: the script has no such setting, or the setting is a switch and the value
+                none of true and false.
+        """
+        known = self.find(name)
+        if known is None and self.style == ARGPARSE:
+            names = ", ".join(sorted(self.options))
+            raise UsageError(f"--set {name}: the script has {names or 'no settings'}.")
+        if self.style == ARGPARSE:
+            assert known is not None
+            return _argparse_words(known, value)
+        return [f"{name}={value}" if self.style == HYDRA else f"--{name}={value}"]
+
+
+def _argparse_words(option: Option, value: Any) -> list[str]:
+    if option.switch is None:
+        return [option.flag, str(value)] if option.flag else [str(value)]
+    wanted = str(value).lower()
+    if wanted not in ("true", "false"):
+        raise UsageError(f"--set {option.name}: it is a switch, true or false; got {value}.")
+    return [option.flag] if (wanted == "true") == option.switch else []
+
+
+@dataclass(frozen=True)
+class ChosenArguments:
+    """The arguments of a script, and where they are from.
+
+    Attributes:
+        full: Arguments with the sizes of the script.
+        small: The same with small sizes.
+        changed: The settings that `small` changes: `name: from what to what`.
+        invented: The required settings that got a made-up value, as `name: value`.
+        lacking: Required settings for which nothing was found.
+    """
+
+    full: tuple[str, ...]
+    small: tuple[str, ...]
+    changed: tuple[str, ...] = ()
+    invented: tuple[str, ...] = ()
+    lacking: tuple[str, ...] = ()
+
+
+def choose_arguments(
+    settings: ScriptSettings,
+    entry: StartScript,
+    given: Sequence[str],
+    changes: Mapping[str, str],
+) -> ChosenArguments:
+    """Complete the arguments of a script: with what it requires, and with small sizes.
+
+    What was given comes first, then what a document or shell script of the repository gives for a
+    required setting, then a path that does not exist for data, whose files are made up.
+
+    Args:
+        settings: The settings of the script.
+        entry: The script.
+        given: Arguments that a person gave.
+        changes: Settings that a person gave by name.
+
+    Raises:
+        UsageError: the script has no setting of a name.
+    """
+    words = [*given]
+    for name, value in changes.items():
+        words += settings.words(name, value)
+    named = {_name_of(word) for word in words} | {name.replace("-", "_") for name in changes}
+    free = sum(not word.startswith("-") for word in given)
+    invented, lacking = [], []
+    shown = _launch_values(entry)
+    for option in settings.options.values():
+        if not option.required or option.key in named or (not option.flag and free):
+            continue
+        value = shown.get(option.key)
+        if value is None or value.startswith(("/", "<", "$", "path")):
+            value = f"made-up-{option.key}" if _DATA.search(option.key) else None
+            value = str(option.choices[0]) if value is None and option.choices else value
+        if value is None:
+            lacking.append(option.name)
+            continue
+        invented.append(f"{option.name}: {value}")
+        words += settings.words(option.name, value)
+    if settings.style == HYDRA and not any("config-name" in word for word in words):
+        words += launched_config(entry)
+    small, changed = [*words], []
+    for option, value in _smaller(settings):
+        if option.key in named or option.name in changes:
+            continue
+        small += settings.words(option.name, value)
+        changed.append(f"{option.name}: {option.default} to {value}")
+    return ChosenArguments(
+        tuple(words), tuple(small), tuple(changed), tuple(invented), tuple(lacking)
+    )
+
+
+def _name_of(word: str) -> str:
+    return word.lstrip("-").partition("=")[0].rpartition(".")[2].replace("-", "_").lower()
+
+
+def _launch_values(entry: StartScript) -> dict[str, str]:
+    """Return the values of settings that the first line which starts the script gives."""
+    found: dict[str, str] = {}
+    for launch in reversed(entry.launches):
+        words = launch.arguments
+        for word, value in zip(words, (*words[1:], "--"), strict=False):
+            if word.startswith("--") and not value.startswith("-") and "=" not in word:
+                found[_name_of(word)] = value
+    return found
+
+
+def _smaller(settings: ScriptSettings) -> Iterator[tuple[Option, Any]]:
+    """Yield the settings that may be smaller for a few steps, with that value."""
+    options = list(settings.options.values())
+    heads = [o for o in options if _HEADS.fullmatch(o.key) and _is_count(o.default)]
+    widths = [o for o in options if _WIDTH.fullmatch(o.key) and _is_count(o.default)]
+    for option in options:
+        if option.choices and _is_count(option.default) and min(option.choices) < option.default:
+            yield option, min(option.choices)
+        elif _is_count(option.default):
+            limit = _limit(option.key)
+            if limit is not None and option.default > limit:
+                yield option, limit
+        elif isinstance(option.default, str) and _NAMES_MODEL.fullmatch(option.key):
+            name = _smallest_name(option.default, settings.names)
+            if name != option.default:
+                yield option, name
+    if heads and len(widths) == 1 and widths[0].default > _SMALL_WIDTH:
+        yield widths[0], _SMALL_WIDTH
+        yield from ((one, _SMALL_HEADS) for one in heads if one.default > _SMALL_HEADS)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _limit(key: str) -> int | None:
+    return next((limit for name, limit in _LIMITS if re.fullmatch(name, key)), None)
+
+
+def _smallest_name(name: str, names: frozenset[str]) -> str:
+    """Return the name that differs in a word for a size only, and in a patch size, and is smaller.
+
+    `DiT-XL/2` becomes `DiT-S/8`, `mae_vit_large_patch16` becomes `mae_vit_base_patch16`.
+    """
+    form, own = _form(name), _rank(name)
+    if own is None:
+        return name
+    alike = [(rank, n) for n in names if _form(n) == form and (rank := _rank(n)) is not None]
+    return min([*alike, (own, name)])[1]
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[A-Za-z]+|\d+|[^A-Za-z\d]+", name)
+
+
+def _form(name: str) -> tuple[str, ...]:
+    """Return a name without what says its size."""
+    words = _words(name)
+    return tuple(
+        "size" if w.lower() in _ORDER else "number" if w.isdigit() and i == len(words) - 1 else w
+        for i, w in enumerate(words)
+    )
+
+
+def _rank(name: str) -> tuple[int, int] | None:
+    """Return how large a name says that a model is: larger patches make it smaller."""
+    words = _words(name)
+    sizes = [_ORDER.index(word.lower()) for word in words if word.lower() in _ORDER]
+    return (sizes[-1], -int(words[-1]) if words[-1].isdigit() else 0) if sizes else None
+
+
+def read_settings(script: Path, modules: Sequence[Path], entry: StartScript) -> ScriptSettings:
+    """Return the settings of a script.
+
+    Args:
+        script: The script.
+        modules: The modules of the repository that it imports, where options may be, too.
+        entry: What is known of the script.
+    """
+    trees = [tree for path in (script, *modules) if (tree := _parse(path)) is not None]
+    names = frozenset(name for tree in trees for name in _model_names(tree))
+    if any("hydra" in reason for reason in entry.reasons):
+        config = find_config(script, entry)
+        leaves = config.leaves() if config is not None else {}
+        options = {name: Option(name, name, default=value) for name, value in leaves.items()}
+        return ScriptSettings(HYDRA, options, names)
+    options: dict[str, Option] = {}
+    for tree in trees:
+        for option in _argparse_options(tree):
+            options.setdefault(option.name, option)
+    if options:
+        return ScriptSettings(ARGPARSE, options, names)
+    if trees and _executes_overrides(trees[0]):
+        return ScriptSettings(GLOBALS, dict(_globals(trees[0])), names)
+    return ScriptSettings(UNKNOWN, {}, names)
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _model_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            yield from (str(k.value) for k in node.keys if isinstance(k, ast.Constant) and _text(k))
+        elif isinstance(node, ast.FunctionDef | ast.Assign) and node in tree.body:
+            targets = [node.name] if isinstance(node, ast.FunctionDef) else node.targets
+            yield from (t if isinstance(t, str) else getattr(t, "id", "") for t in targets)
+
+
+def _text(node: ast.Constant) -> bool:
+    return isinstance(node.value, str)
+
+
+def _argparse_options(tree: ast.Module) -> Iterator[Option]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="add_argument"), args=args, keywords=keywords):
+                flags = [a.value for a in args if isinstance(a, ast.Constant) and _text(a)]
+                if flags:
+                    yield _option(flags, {k.arg: k.value for k in keywords})
+
+
+def _option(flags: Sequence[Any], given: Mapping[str | None, ast.expr]) -> Option:
+    flag = max(flags, key=len)
+    action = _literal(given.get("action"))
+    choices = _literal(given.get("choices"))
+    positional = not flag.startswith("-")
+    optional = _literal(given.get("nargs")) in ("?", "*") or "default" in given
+    return Option(
+        name=flag.lstrip("-"),
+        flag="" if positional else flag,
+        default=_literal(given.get("default")),
+        choices=tuple(choices) if isinstance(choices, list | tuple) else (),
+        required=_literal(given.get("required")) is True or (positional and not optional),
+        switch={"store_true": True, "store_false": False}.get(action) if action else None,
+    )
+
+
+def _literal(node: ast.expr | None) -> Any:
+    if node is None:
+        return None
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return None
+
+
+def _executes_overrides(tree: ast.Module) -> bool:
+    """Return whether a script executes a file that changes its globals, as nanoGPT's does."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "exec"
+        for statement in tree.body
+        if isinstance(statement, ast.Expr)
+        for node in ast.walk(statement)
+    )
+
+
+def _globals(tree: ast.Module) -> Iterator[tuple[str, Option]]:
+    for statement in tree.body:
+        match statement:
+            case ast.Expr(value=ast.Call(func=ast.Name(id="exec"))):
+                return
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                yield name, Option(name, f"--{name}=", default=_product(value))
+
+
+def _product(node: ast.expr) -> Any:
+    """Return a literal, or a product of two."""
+    match node:
+        case ast.BinOp(op=ast.Mult(), left=ast.Constant(value=a), right=ast.Constant(value=b)):
+            return a * b if isinstance(a, int) and isinstance(b, int) else None
+    return _literal(node)
