@@ -109,6 +109,29 @@ def writes_in_a_loop_in_a_loop(x: torch.Tensor, y: torch.Tensor):
     return b, total
 
 
+def writes_in_a_loop_in_a_branch(x: torch.Tensor, y: torch.Tensor):
+    b = x.clone()
+    if y[0, 0] > 0.6:
+        while b.sum() < 40:
+            b += 1
+            y[1:] *= 2
+    else:
+        while b.sum() < 20:
+            b[0] *= 2
+    return b * 2
+
+
+def writes_in_a_loop_before_a_branch(x: torch.Tensor, y: torch.Tensor):
+    b, rounds = x, 0
+    while b.sum() < 20 and rounds < 3:
+        b += 1
+        rounds += 1
+    for last in range(2):  # noqa: B007  (the caller gets it)
+        if y.sum() > 4:
+            break
+    return b * 2, rounds, last
+
+
 WRITES = [
     writes_to_an_argument,
     writes_through_a_view,
@@ -116,6 +139,8 @@ WRITES = [
     writes_without_gradients,
     replaces_what_it_writes_to,
     writes_in_a_loop_in_a_loop,
+    writes_in_a_loop_in_a_branch,
+    writes_in_a_loop_before_a_branch,
 ]
 
 

@@ -57,6 +57,9 @@ class WrittenMemory:
         storages = list(self._storages.values())
         first = [self._own(index) for index in self._first]
         storages += [storage for storage in first if storage is not None]
+        for storage in storages:
+            # A branch around the loop notes what the memory held: no value of a round.
+            self.trace.writing(storage)
         before = [storage.held for storage in storages]
         unreadable: Any = _Unreadable()
         for index, storage in enumerate(storages):
