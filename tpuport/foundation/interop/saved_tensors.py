@@ -15,12 +15,13 @@ def without_saved_tensors_hooks() -> Iterator[None]:
     it with eager PyTorch saves tensors that no later call does. `torch.utils.checkpoint` counts
     what is saved: a program inside of it keeps its own.
     """
+    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
     taken: list[Any] = []
-    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(False)) is not None:
+    while (hooks := autograd._top_saved_tensors_default_hooks(False)) is not None:
         taken.append(hooks)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
         for hooks in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+            autograd._push_saved_tensors_default_hooks(*hooks)

@@ -64,7 +64,7 @@ def _rounds(rows: TracedTensor) -> Iterator[tuple[torch.Tensor, jax.Array]]:
     is_real = jnp.arange(array.shape[0]) < node.value
     bounds = rows._bounds if rows._ascends else None
     if bounds is not None and bounds[1] - bounds[0] < _MOST_ROUNDS:
-        numbers = range(bounds[0], bounds[1] + 1)
+        numbers = range(int(bounds[0]), int(bounds[1]) + 1)
         held = array.reshape(-1)
         found = jnp.any((held == jnp.asarray(numbers)[:, None]) & is_real, 1)
         for index, number in enumerate(numbers):

@@ -199,7 +199,8 @@ def interval(value: Any, *, loose: bool = False) -> Span | None:
         return None
     known = _DTYPE_SPANS.get(value.dtype)
     if isinstance(value, TracedTensor):
-        known = value._bounds or known
+        bounds = value._bounds
+        known = known if bounds is None else (int(bounds[0]), int(bounds[1]))
         is_wide = value._storage.wide
     else:
         is_wide = value.dtype is torch.int64 and int64.is_wide(held_of(value))

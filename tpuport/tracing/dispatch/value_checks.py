@@ -104,7 +104,7 @@ def _anywhere(failure: Failure, operands: list[torch.Tensor]) -> Any:
     return failed
 
 
-def _bounds(of: Any) -> tuple[int, int] | None:
+def _bounds(of: Any) -> tuple[float, float] | None:
     return of._bounds if isinstance(of, TracedTensor) else None
 
 

@@ -113,7 +113,7 @@ def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 @function(torch.Tensor.new_tensor)
 def _new_tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     like, *rest = args
-    return _tensor(trace, torch.tensor, rest, {"dtype": like.dtype} | kwargs)
+    return _tensor(trace, torch.tensor, tuple(rest), {"dtype": like.dtype} | kwargs)
 
 
 def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:

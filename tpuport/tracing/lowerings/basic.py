@@ -166,11 +166,10 @@ def scalar_of(x: torch.Tensor) -> Any:
         raise TypeError("argument must be Number, not Tensor that requires grad")
     if x.dtype is torch.bool:
         return decide(value_of(x).reshape(()))
-    is_outside = not isinstance(x, TracedTensor) or x._storage.trace is None
-    if x.dtype.is_complex or is_outside:
-        kind = complex if x.dtype.is_complex else float if x.dtype.is_floating_point else int
-        return concrete_number(value_of(x).reshape(()), kind)
-    return item(x)
+    if isinstance(x, TracedTensor) and x._storage.trace is not None and not x.dtype.is_complex:
+        return item(x)
+    kind = complex if x.dtype.is_complex else float if x.dtype.is_floating_point else int
+    return concrete_number(value_of(x).reshape(()), kind)
 
 
 @special(aten.equal.default)
