@@ -84,22 +84,21 @@ CHECKED = DTYPES.keys() | _ALIKE.keys() | set(_SUBTRACT)
 
 def _check_alike(func: Any, args: tuple[Any, ...]) -> None:
     first, second, text = _ALIKE.get(func._opname, (0, 0, ""))
-    if "index_put" in func._opname and _fills_a_mask(*args):
-        return
     if second < len(args) and all(isinstance(args[i], torch.Tensor) for i in (first, second)):
         dtypes = [args[i].dtype for i in (first, second)]
-        if dtypes[0] != dtypes[1]:
+        if dtypes[0] != dtypes[1] and not _fills_a_mask(func, *args):
             a, b = (NAMES.get(dtype, dtype) for dtype in dtypes)
             raise RuntimeError(text.format(a=a, b=b))
 
 
-def _fills_a_mask(
-    target: torch.Tensor, indices: Any, value: torch.Tensor, accumulate: bool = False, *rest: Any
-) -> bool:
-    """Return whether `index_put` is `masked_fill`, which casts its value."""
+def _fills_a_mask(func: Any, *args: Any) -> bool:
+    """Return whether an op is an `index_put` that eager runs as `masked_fill`, with a cast."""
+    if "index_put" not in func._opname:
+        return False
+    _, indices, value, *accumulate = args
     masks = [index for index in indices if index is not None]
     masked = len(masks) == 1 and masks[0].dtype in (torch.bool, torch.uint8)
-    return masked and value.numel() == 1 and not accumulate
+    return masked and value.numel() == 1 and not any(accumulate[:1])
 
 
 def _check_subtraction(args: tuple[Any, ...]) -> None:
