@@ -264,6 +264,31 @@ SELECTIONS: dict[str, Program] = {
     "last rows": over(lambda r: r[-2:].log()),
 }
 
+ACROSS: dict[str, Program] = {
+    "truths": over(lambda r: r.log() * (((r > 0.5) & (r < 0.7)) | ((r < 0.3) ^ (r > 0.6)))),
+    "adaptive_avg_pool": over(lambda r: F.adaptive_avg_pool2d(r.log()[:, None, None], (1, 2))),
+    "avg_pool": over(lambda r: F.avg_pool2d(r.log()[:, None, None], (1, 2))),
+    "max_pool": over(lambda r: F.max_pool2d(r.log()[:, None, None], (1, 2))),
+    "fft": over(lambda r: torch.fft.fft(torch.complex(r.log(), r), dim=1).abs()),
+    "rfft": over(lambda r: torch.fft.rfft(r.log(), dim=1).abs()),
+    "irfft": over(lambda r: torch.fft.irfft(torch.complex(r.log(), r), n=4, dim=1)),
+    "prelu": shared(lambda r, w: F.prelu(r.log(), w)),
+    "aminmax": over(lambda r: torch.stack(list(r.log().aminmax(dim=0)))),
+    "baddbmm": over(
+        lambda r: torch.baddbmm(r.log()[:, None], r[:, None], r[:, None] * r.log()[:, :, None])
+    ),
+    "convolution": shared(lambda r, w: F.conv1d(r.log()[:, None], w[None, None, :2])),
+    "dist": pair(lambda a, b: torch.dist(a.log(), b)),
+    "dot": pair(lambda a, b: a.log()[:, 0].dot(b[:, 1])),
+    "cross": pair(lambda a, b: torch.linalg.cross(a.log(), b)),
+    "logcumsumexp": over(lambda r: r.log().logcumsumexp(0)),
+    "mv": shared(lambda r, w: r.log().mv(w)),
+    "norm by its old name": over(lambda r: torch.ops.aten.norm.Scalar(r.log(), 2)),
+    "unfold": over(lambda r: r.log().unfold(1, 2, 1)),
+    "nearest": over(lambda r: F.interpolate(r.log()[:, None, None], size=(2, 5))),
+    "bilinear": over(lambda r: F.interpolate(r.log()[:, None, None], size=(2, 5), mode="bilinear")),
+}
+
 # Sizes and branches that data decide: a trace begins again for them, so with few others.
 SIZES: dict[str, Program] = {
     "slice": lambda x, y, w, s, m: selected_first(x, m)[: m.sum().item()].log(),
@@ -285,6 +310,7 @@ TABLES = {
     "contractions": CONTRACTIONS,
     "scatters": SCATTERS,
     "selections": SELECTIONS,
+    "across": ACROSS,
     "sizes": SIZES,
     "branches": BRANCHES,
 }
@@ -388,11 +414,21 @@ def same(ours: Any, theirs: torch.Tensor) -> bool:
 
 # Random ones, those that no public function calls, and those without gradients.
 NOT_HERE = {
-    *("zeros", "ones", "full", "empty", "zeros_like", "new_zeros", "new_ones", "new_full"),
+    *(
+        "zeros",
+        "ones",
+        "full",
+        "empty",
+        "empty_like",
+        "zeros_like",
+        "new_zeros",
+        "new_ones",
+        "new_full",
+    ),
     *("new_empty", "_fused_rms_norm"),
     *("rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout"),
     *("_unsafe_view", "_reshape_alias", "_unsafe_index_put", "lift_fresh", "contiguous"),
-    *("floor_divide", "equal", "alias", "argsort", "one_hot"),
+    *("floor_divide", "equal", "allclose", "alias", "argsort", "one_hot"),
     *("std_mean", "var_mean", "view_as_real", "_unique2", "unique_consecutive", "unique_dim"),
     "nms",  # tests/exactness/test_detection.py
     # tests/exactness/test_selected_statistics.py

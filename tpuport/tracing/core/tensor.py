@@ -209,7 +209,7 @@ class TracedTensor(backend.TorchaxTensor):
         graph = self._graph if self._detached else self._storage
         if graph is not None:
             graph.flow = max(graph.flow, flow)
-        elif flow is not Flow.STOPPED:
+        elif flow is not Flow.STOPPED and self._unwritable is None:
             raise port_error(
                 "a value with a gradient is written through as_strided of a detached tensor",
                 code="TPU203",

@@ -162,11 +162,13 @@ def scalar_of(x: torch.Tensor) -> Any:
     Raises:
         TypeError: as in eager, the tensor requires grad, which a number would lose.
     """
-    if isinstance(x, TracedTensor) and x.requires_grad:
+    is_traced = isinstance(x, TracedTensor) and x._storage.trace is not None
+    if is_traced and x.requires_grad:
         raise TypeError("argument must be Number, not Tensor that requires grad")
     if x.dtype is torch.bool:
         return decide(value_of(x).reshape(()))
-    if isinstance(x, TracedTensor) and x._storage.trace is not None and not x.dtype.is_complex:
+    if is_traced and not x.dtype.is_complex:
+        assert isinstance(x, TracedTensor)
         return item(x)
     kind = complex if x.dtype.is_complex else float if x.dtype.is_floating_point else int
     return concrete_number(value_of(x).reshape(()), kind)
