@@ -42,6 +42,7 @@ EXACT: dict[str, Rows] = {
     "tail": lambda r: r[1:] - r[:-1],
     "expand_as": lambda r: torch.ones(1, 3).expand_as(r).sum(),
     "normalize": lambda r: F.normalize(r, dim=0),
+    "cosine_similarity": lambda r: torch.cosine_similarity(r, r * 2, dim=0),
     "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
     "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
@@ -51,7 +52,6 @@ EXACT: dict[str, Rows] = {
 REFUSED: dict[str, Rows] = {
     "tensor_split": lambda r: torch.tensor_split(r, 2)[0],
     "vander": lambda r: torch.vander(r[:, 0]),
-    "cosine_similarity": lambda r: torch.cosine_similarity(r, r * 2, dim=0),
     "interpolate": lambda r: F.interpolate(r.T[None], 4),
     "meshgrid": lambda r: torch.meshgrid(r[:, 0], r[:, 1], indexing="ij")[0].sum(),
     "equal": lambda r: torch.equal(r, r),

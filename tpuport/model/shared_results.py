@@ -31,7 +31,7 @@ class _Memory(Storage):
     def __init__(self, value: jax.Array) -> None:
         self._known, self._changes = value, 0
         self.flow, self.stride, self.trace, self.narrow = Flow.STOPPED, None, None, None
-        self.serial = next(SERIALS)
+        self.serial, self.bounds = next(SERIALS), None
 
     def _read(self) -> jax.Array:
         """Return the value; the array that is known already if it has not changed."""
