@@ -427,6 +427,7 @@ NOT_HERE = {
     ),
     *("new_empty", "_fused_rms_norm"),
     *("rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout"),
+    *("__and__", "__or__", "__xor__"),
     *("_unsafe_view", "_reshape_alias", "_unsafe_index_put", "lift_fresh", "contiguous"),
     *("floor_divide", "equal", "allclose", "alias", "argsort", "one_hot"),
     *("std_mean", "var_mean", "view_as_real", "_unique2", "unique_consecutive", "unique_dim"),
