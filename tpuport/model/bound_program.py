@@ -18,7 +18,8 @@ from tpuport.model.program_cache import CachedProgram, modes, raise_failed
 from tpuport.model.shared_results import share
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import fresh_key, unused_key
-from tpuport.tracing.core.tensor import Storage, TracedTensor, flow_seen
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor, flow_seen
 
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState

@@ -10,7 +10,8 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import UsageError
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Flow, meta_of, wrap
+from tpuport.tracing.core.storage import Flow
+from tpuport.tracing.core.tensor import meta_of, wrap
 from tpuport.tracing.core.values import value_of
 
 Body = Callable[[Any, Any], tuple[Any, Any]]

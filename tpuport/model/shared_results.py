@@ -16,7 +16,8 @@ from tpuport.foundation.interop import backend
 from tpuport.model.program_cache import CachedProgram
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import SERIALS, Flow, Storage, TracedTensor, version
+from tpuport.tracing.core.storage import SERIALS, Flow, Storage
+from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.dispatch.view_ops import as_strided
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import Alias, Outside, Sibling

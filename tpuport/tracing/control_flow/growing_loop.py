@@ -28,8 +28,9 @@ from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.speculation import RestartTrace
+from tpuport.tracing.core.storage import SERIALS
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import SERIALS, TracedTensor, version, wrap
+from tpuport.tracing.core.tensor import TracedTensor, version, wrap
 from tpuport.tracing.core.transforms import transforming
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import (

@@ -16,7 +16,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.pytree.children import Children, children, refill
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.control_flow.merge import branch_leaf
-from tpuport.tracing.core.tensor import Flow
+from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.values import flow_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 

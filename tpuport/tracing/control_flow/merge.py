@@ -36,7 +36,8 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import rebind
 from tpuport.tracing.core.shared_tensors import Refusal
-from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor, meta_of, wrap
+from tpuport.tracing.core.storage import Flow, Storage
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
 

@@ -33,7 +33,8 @@ from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
 from tpuport.tracing.core.speculation import RestartTrace
-from tpuport.tracing.core.tensor import SERIALS, Flow, Storage, TracedTensor, wrap
+from tpuport.tracing.core.storage import SERIALS, Flow, Storage
+from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.core.transforms import refuse_loop
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of

@@ -11,7 +11,8 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Flow, Storage, TracedTensor
+from tpuport.tracing.core.storage import Flow, Storage
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import value_of, write
 from tpuport.tracing.core.view_steps import replace_value
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd

@@ -13,7 +13,8 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError, UsageError
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.tensor import Storage, TracedTensor, flow_seen, meta_of, wrap
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor, flow_seen, meta_of, wrap
 
 
 def flatten_call(value: Any) -> tuple[list[Any], pytree.TreeSpec, list[str]]:

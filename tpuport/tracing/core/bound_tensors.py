@@ -16,7 +16,8 @@ import torch
 from tpuport.foundation.pytree.children import ATOMS, children, is_open, walk
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor
 
 
 class BoundTensors:

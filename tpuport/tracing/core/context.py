@@ -21,7 +21,8 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.view_steps import strided_step
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 
 from tpuport.foundation import pytree
 from tpuport.tracing.core.context import Effects, KeyStream, Trace
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor
 
 
 @dataclass

@@ -17,7 +17,8 @@ from tpuport.foundation.interop import name_patterns
 from tpuport.kernels.attention.sharded import OUTPUT_NAME
 from tpuport.tracing.core import regions
 from tpuport.tracing.core.context import Trace
-from tpuport.tracing.core.tensor import Storage, TracedTensor
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor
 
 _INPUT = "tpuport.module_input"
 _HOST = {"offload_src": "device", "offload_dst": "pinned_host"}

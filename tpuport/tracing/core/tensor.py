@@ -7,8 +7,6 @@ reads `.dtype`, `.stride()` or `is_contiguous()` takes the same path. All views 
 """
 
 import copy
-import enum
-import itertools
 import math
 from typing import Any
 
@@ -21,86 +19,17 @@ from jax.ad_checkpoint import checkpoint_name
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import int64
-from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.concretize import decide, identity_is_asked, refuse_rows
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.op_handler import handle
+from tpuport.tracing.core.storage import Flow, Storage, detaching
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
 from tpuport.tracing.core.view_steps import DETACH, Detach, ViewStep, apart, replace_value
 
-SERIALS = itertools.count()
 # How the text of a traced tensor begins.
 SHOWN = "TracedTensor("
-
-
-class Flow(enum.IntEnum):
-    """Whether derivatives pass through a tensor, and whether user code sees that they do."""
-
-    # None: a constant, or a value made under no_grad or by detach.
-    STOPPED = 0
-    # jax may differentiate it, and eager would see requires_grad=False: what comes from arguments.
-    HIDDEN = 1
-    # requires_grad is True, as in eager.
-    SEEN = 2
-
-
-class Storage:
-    """The value behind a tensor and all of its views; `version` counts the writes.
-
-    `stride` is the torch layout of the tensor that made it (the value is in logical order), `flow`
-    that of the values written to it since. `held` is the value, of 64 bits if an int64 result may
-    need them (`wide`); `value` is what operations take that know 32 bits only. `bounds` holds a
-    value, its dtype, and the bounds of all of its elements.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "bounds",
-        "flow",
-        "held",
-        "narrow",
-        "serial",
-        "stride",
-        "trace",
-        "version",
-        "wide",
-    )
-
-    def __init__(self, value: jax.Array, trace: ActiveTrace | None) -> None:
-        self.value = value
-        self.version = 0
-        self.flow = Flow.STOPPED
-        self.stride: tuple[int, ...] | None = None
-        self.trace = trace
-        self.serial = next(SERIALS)
-        self.bounds: tuple[jax.Array, torch.dtype, tuple[float, float]] | None = None
-        if trace is not None:
-            trace.created(self)
-
-    @property
-    def value(self) -> jax.Array:
-        """Return the value in the dtype that jax has for it; one that does not fit raises."""
-        return self.narrowed(self.held) if self.wide else self.held
-
-    @value.setter
-    def value(self, value: jax.Array) -> None:
-        self.held, self.wide, self.narrow = value, int64.is_wide(value), None
-
-    def narrowed(self, value: jax.Array) -> jax.Array:
-        """Return a wide value of this storage, or of a view of it, in 32 bits."""
-        regions = [0] if self.trace is None else self.trace.regions
-        if self.narrow is None or self.narrow[0] is not value or self.narrow[1] not in regions:
-            self.narrow = (value, regions[-1], int64.narrowed(value))
-        return self.narrow[2]
-
-    def set(self, value: jax.Array) -> None:
-        """Replace the value; every view reads it again on next use."""
-        if self.trace is not None:
-            self.trace.writing(self)
-        self.value = value
-        self.version += 1
 
 
 class TracedTensor(backend.TorchaxTensor):
@@ -611,21 +540,6 @@ class TracedTensor(backend.TorchaxTensor):
         return to_cpu(self)
 
 
-def _detaching(held: jax.Array, trace: ActiveTrace | None) -> Detach:
-    """Return the step to a detached tensor, whose value so far is `held`.
-
-    Eager gives it a graph of its own when a value with a gradient is written to it: it goes on to
-    share memory with the tensor that it was detached from, but no gradient.
-    """
-    graph = Storage(held, trace)
-
-    def forward(base: jax.Array) -> jax.Array:
-        value = jax.lax.stop_gradient(base)
-        return replace_value(graph.held, value) if graph.version else value
-
-    return Detach(forward, replace_value, graph)
-
-
 def flow_seen(requires_grad: bool) -> Flow:
     """Return the flow of a tensor that requires grad or does not."""
     return Flow.SEEN if requires_grad else Flow.STOPPED
@@ -700,7 +614,7 @@ def view_of(
         meta = meta.as_strided(meta.size(), meta.stride(), offset)
     value = step.read(base._held)
     if detach and differentiable(base.dtype):
-        step = _detaching(value, base._storage.trace)
+        step = detaching(value, base._storage.trace)
     chain = (*base._chain, step)
     # Eager's views made under no_grad pass no gradient on, wherever they are used, although they
     # say that they require one.

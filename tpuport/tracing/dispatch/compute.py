@@ -18,7 +18,8 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.int64 import INT32, is_within
 from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.op_info import OpInfo, is_taken_apart
-from tpuport.tracing.core.tensor import Flow, TracedTensor
+from tpuport.tracing.core.storage import Flow
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
 from tpuport.tracing.core.view_steps import tied
 from tpuport.tracing.dispatch import dtypes, meta_infer

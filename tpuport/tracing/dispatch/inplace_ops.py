@@ -10,7 +10,8 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.int64 import INT32
 from tpuport.tracing.core.op_info import RENAMED, OpInfo
 from tpuport.tracing.core.redispatch import call
-from tpuport.tracing.core.tensor import Flow, TracedTensor, meta_of
+from tpuport.tracing.core.storage import Flow
+from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import flat, flow_of, held_of, map_tensors, write
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dispatch.dtype_checks import NAMES

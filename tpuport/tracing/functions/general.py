@@ -15,8 +15,9 @@ from tpuport.tracing.control_flow.cond import traced_check, truth
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import Flow, item, tolist
+from tpuport.tracing.core.tensor import item, tolist
 from tpuport.tracing.core.values import value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import to_meta
 from tpuport.tracing.dynamic_shapes.extents import (

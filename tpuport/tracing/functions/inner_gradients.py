@@ -17,7 +17,8 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.paths import Paths
-from tpuport.tracing.core.tensor import Flow, TracedTensor, wrap
+from tpuport.tracing.core.storage import Flow
+from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.core.untaken import gated, reads
 from tpuport.tracing.core.values import tensors_in, value_of
 from tpuport.tracing.functions.registry import function, holds_traced, traced

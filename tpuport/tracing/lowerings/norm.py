@@ -7,7 +7,7 @@ from jax import lax
 
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.lowering_registry import lowering, special
-from tpuport.tracing.core.tensor import Flow
+from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
 from tpuport.tracing.lowerings._numeric import value_and_gradient, wide
 

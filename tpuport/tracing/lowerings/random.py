@@ -13,7 +13,8 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import op_key
 from tpuport.tracing.core.lowering_registry import lowering, special
-from tpuport.tracing.core.tensor import Flow, meta_of
+from tpuport.tracing.core.storage import Flow
+from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
 
 aten = torch.ops.aten

@@ -11,7 +11,8 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import SHOWN, Flow, Storage, TracedTensor, flow_seen, meta_of
+from tpuport.tracing.core.storage import Flow, Storage
+from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.session.growing_arguments import sized

@@ -34,7 +34,8 @@ from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_poli
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.reentrancy import SWAPS
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
-from tpuport.tracing.core.tensor import SERIALS, Storage, TracedTensor, version
+from tpuport.tracing.core.storage import SERIALS, Storage
+from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
