@@ -155,9 +155,9 @@ def cat(tensors: list[jax.Array], dim: int = 0) -> jax.Array:
 def scalar_of(x: torch.Tensor) -> Any:
     """Return a Python number that C++ asks for (a Scalar argument given as a tensor, an index).
 
-    It is a traced number, whose value is asked for where C++ cannot pass one on. A truth value is
-    decided as `if` decides it, because torch's own functions run where no mode sees their
-    conditions.
+    A float is a traced number, whose value is asked for where C++ cannot pass one on; an int may be
+    a size, which is explored. A truth value is decided as `if` decides it, because torch's own
+    functions run where no mode sees their conditions.
 
     Raises:
         TypeError: as in eager, the tensor requires grad, which a number would lose.
@@ -167,7 +167,7 @@ def scalar_of(x: torch.Tensor) -> Any:
         raise TypeError("argument must be Number, not Tensor that requires grad")
     if x.dtype is torch.bool:
         return decide(value_of(x).reshape(()))
-    if is_traced and not x.dtype.is_complex:
+    if is_traced and x.dtype.is_floating_point:
         assert isinstance(x, TracedTensor)
         return item(x)
     kind = complex if x.dtype.is_complex else float if x.dtype.is_floating_point else int
