@@ -137,6 +137,7 @@ def test_a_notebook_runs(name: str) -> None:
     client = pytest.importorskip("nbclient", reason="needs tpuport[site]")
     notebook = nbformat.read(DOCS / "tutorials" / f"{name}.ipynb", as_version=4)
     client.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    assert any(cell.get("outputs") for cell in notebook.cells)
 
 
 @pytest.mark.slow

@@ -87,8 +87,8 @@ class GeneratorOnly:
 class FirstScales:
     """The discriminator's step, before which its `ActNorm`s take their scales from the first batch.
 
-    With accumulation they are those of its first part. Numbers that `augment` draws are others than
-    those of the step, as long as the batch does not give them.
+    With accumulation, the first part of the batch decides the scales. If the batch does not give
+    the numbers that `augment` draws, they are drawn once for the scales and again for the step.
 
     Args:
         step: The step.

@@ -82,7 +82,7 @@ def server() -> LintServer:
     """Return a server; `start_io` runs it on standard input and output."""
     made = LintServer()
     find_rules()
-    # What is loaded for good: looking through it for garbage takes a fifth of the time of a lint.
+    # The rules stay loaded: looking through them for garbage takes a fifth of the time of a lint.
     gc.freeze()
 
     @made.feature(types.TEXT_DOCUMENT_DID_OPEN)

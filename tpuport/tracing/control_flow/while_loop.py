@@ -354,7 +354,11 @@ class _Outside:
         return Surroundings(self.functions, self.owners)
 
     def test(self, operands: tuple[Any, ...], held: tuple[Any, ...]) -> Any:
-        """Return whether there is another round."""
+        """Return the value of the loop's condition.
+
+        Raises:
+            PortError: the condition changes Python values.
+        """
         with self._holding(held) as begun:
             made = self.functions[0](*operands)
             if begun.changed() != set():

@@ -54,7 +54,7 @@ def refuse_effects(
         grows = leaf in lengths.leaves
         if grows and version(tensor) != before[leaf]:
             raise _refused("writes to")
-        # The strides of a part of a larger tensor are others in each call.
+        # The strides of a part of a larger tensor change from call to call.
         is_whole = torch.ops.aten.is_non_overlapping_and_dense.default(meta_of(tensor))
         if leaf in parts and (grows or not is_whole):
             raise _refused("returns a part of")
