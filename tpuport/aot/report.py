@@ -6,8 +6,7 @@ from typing import Any
 
 from tpuport.aot.records import Captured, HeldMemory, Memory, Seconds, Work
 from tpuport.cost.records import Estimate
-from tpuport.foundation.errors import UsageError
-from tpuport.foundation.reporting.json_codec import decoded, encoded
+from tpuport.foundation.reporting.json_codec import decoded_text, encoded
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
 from tpuport.reports.records import AttentionCall
 
@@ -96,10 +95,7 @@ class CompileReport(SavedReport):
         Raises:
             UsageError: the text is no such report.
         """
-        try:
-            return decoded(cls, json.loads(text))
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"this is no compile report as JSON: {error}") from None
+        return decoded_text(cls, text, "compile report")
 
     def to_html(self) -> str:
         """Return the report as a self-contained page."""

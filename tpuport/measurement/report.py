@@ -7,8 +7,7 @@ from typing import Any
 
 from tpuport.cost.calibration import Calibration
 from tpuport.doctor.finding import Check, Status
-from tpuport.foundation.errors import UsageError
-from tpuport.foundation.reporting.json_codec import decoded, encoded
+from tpuport.foundation.reporting.json_codec import decoded_text, encoded
 from tpuport.foundation.reporting.markup import plural
 from tpuport.foundation.reporting.saved_report import SavedReport, plain_text
 from tpuport.measurement.judging import calibrate, judge
@@ -99,10 +98,7 @@ class MeasureReport(SavedReport):
         Raises:
             UsageError: The text is no such report.
         """
-        try:
-            return decoded(cls, json.loads(text))
-        except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"this is no measurement as JSON: {error}") from None
+        return decoded_text(cls, text, "measurement")
 
     def to_html(self) -> str:
         """Return the report as a self-contained page."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tpuport.foundation.errors import UsageError
@@ -31,6 +30,7 @@ from tpuport.verify.processes import (
     prepare,
     run,
 )
+from tpuport.verify.stage_table import stage_table
 
 STAGES = ("interface", "numbers", "behaviour")
 
@@ -77,20 +77,8 @@ class Verification:
 
     def show(self, console: Console) -> None:
         """Print a table of the stages and what follows from them."""
-        table = Table(title=f"{self.script}: {self.steps} steps, seed {self.seed}", box=None)
-        for heading in ("stage", "what", "number", "largest difference", "result"):
-            table.add_column(heading, justify="right" if heading == "number" else "left")
-        known = {stage.name: stage for stage in self.stages}
-        for name in STAGES:
-            if name not in known:
-                table.add_row(name, "", "", "", Text("not reached", style="dim"))
-                continue
-            for index, check in enumerate(known[name].checks):
-                word = Text("equal", "green") if check.passed else Text("differs", "bold red")
-                most = "" if check.error is None else f"{check.error:.1e} {check.worst}"
-                most += " (rounding)" if check.is_rounding else ""
-                row = (name if index == 0 else "", check.what, str(check.count))
-                table.add_row(*row, Text(most), word)
+        title = f"{self.script}: {self.steps} steps, seed {self.seed}"
+        table = stage_table(title, STAGES, self.stages)
         console.print(table)
         for stage in self.stages:
             for check in stage.checks:

@@ -1,6 +1,7 @@
 """Conversion of dataclasses to JSON and back, by their annotations."""
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -8,6 +9,8 @@ from collections.abc import Callable, Mapping
 from enum import Enum, EnumType
 from functools import cache, partial
 from typing import Any, TypeVar
+
+from tpuport.foundation.errors import UsageError
 
 T = TypeVar("T")
 
@@ -42,6 +45,18 @@ def decoded(kind: type[T], value: Any) -> T:
     """
     read = _reader(kind)
     return value if read is None else read(value)
+
+
+def decoded_text(kind: type[T], text: str, what: str) -> T:
+    """Rebuild a value of type `kind` from a file or message that has what `encoded` returned.
+
+    Raises:
+        UsageError: the text is not that; the message calls it by the name `what`.
+    """
+    try:
+        return decoded(kind, json.loads(text))
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f"this is no {what} as JSON: {error}") from None
 
 
 # Kept by type, as a lint of many files reads thousands of records.

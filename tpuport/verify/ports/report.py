@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from tpuport.foundation.errors import ParityError, UsageError
 from tpuport.foundation.files import write_atomically
 from tpuport.foundation.reporting.templates import render
 from tpuport.foundation.version import __version__
-from tpuport.verify.compare import Comparison, Stage, shown_problems
+from tpuport.verify.compare import Stage, shown_problems
 from tpuport.verify.ports.search import FirstDifference
 from tpuport.verify.ports.table import Table
+from tpuport.verify.stage_table import largest, stage_table
 
 STAGES = ("interface", "numbers", "behaviour")
 
@@ -96,24 +96,13 @@ class PortVerification:
             report=self,
             stages=STAGES,
             version=__version__,
-            most=_most,
+            most=largest,
             problems=shown_problems,
         )
 
     def show(self, console: Console) -> None:
         """Print a table of the stages, where the two part, and what was not looked at."""
-        table = RichTable(title=f"A port of {self.model}", box=None)
-        for heading in ("stage", "what", "number", "largest difference", "result"):
-            table.add_column(heading, justify="right" if heading == "number" else "left")
-        known = {stage.name: stage for stage in self.stages}
-        for name in STAGES:
-            if name not in known:
-                table.add_row(name, "", "", "", Text("not reached", style="dim"))
-                continue
-            for index, check in enumerate(known[name].checks):
-                word = Text("equal", "green") if check.passed else Text("differs", "bold red")
-                row = (name if index == 0 else "", check.what, str(check.count))
-                table.add_row(*row, Text(_most(check)), word)
+        table = stage_table(f"A port of {self.model}", STAGES, self.stages)
         console.print(table)
         for line in self._lines():
             console.print(Text(line))
@@ -159,10 +148,3 @@ class PortVerification:
         if path.suffix not in kinds:
             raise UsageError(f"Expected a report ending in .json, .html or .txt, got {path}.")
         write_atomically(path, kinds[path.suffix]().encode())
-
-
-def _most(check: Comparison) -> str:
-    if check.error is None:
-        return ""
-    rounding = " (rounding)" if check.is_rounding else ""
-    return f"{check.error:.1e} {check.worst}{rounding}"
