@@ -52,7 +52,8 @@ class Difference(Exception):
     Args:
         path: where.
         what: how.
-        kind: "value", or "number" for a Python number, "structure" for anything else.
+        kind: "value", or "number" for a Python number, "structure" for anything else; "excepted" is
+            a tensor for a Python number of this value, which docs/promises.md excepts.
     """
 
     def __init__(self, path: str, what: str, kind: str = "structure") -> None:
@@ -87,8 +88,11 @@ def _equal_leaf(path: str, want: Any, have: Any, others: list[Any]) -> None:
         _equal_tensors(path, want.detach(), have.detach(), others)
         return
     if type(want) is not type(have):
+        is_number = isinstance(have, torch.Tensor) and type(want) in (bool, int, float)
         raise Difference(
-            path, f"{type(have).__name__} {have!r:.60} for {type(want).__name__} {want!r:.60}"
+            path,
+            f"{type(have).__name__} {have!r:.60} for {type(want).__name__} {want!r:.60}",
+            "excepted" if is_number and not have.dim() and have.item() == want else "structure",
         )
     if isinstance(want, float):
         close = math.isclose(want, have, rel_tol=1e-5, abs_tol=1e-6)

@@ -28,6 +28,7 @@ from benchmarks.whole_programs.programs import Call, Program
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.model.parity.float64 import Float64
+from tpuport.tracing.core.tensor import wrap
 
 # Worst first. "silent" is a difference without an error.
 FINDS = ("silent", "gradient", "crash", "error missed", "error made", "other error", "wrong line")
@@ -47,7 +48,7 @@ class Verdict:
 
     Attributes:
         kind: one of `FINDS`, "passes", "refused", "rounding" (a difference that rounding
-            explains), "eager raises" (its first call), or "slow" (given up).
+            explains), "excepted", "eager raises" (its first call), or "slow" (given up).
         what: the difference, or the code of the refusal.
         call: the number of the call.
         line: the text of the line that a refusal names.
@@ -266,6 +267,8 @@ class _Run:
             return
         except Difference as difference:
             first = difference
+        if first.kind == "excepted":
+            raise self._end("excepted", str(first))
         others = []
         for mode in _modes():
             other = again(mode)
@@ -306,8 +309,7 @@ class _Run:
             raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
         for name, gradient in want.values.items():
             # Eager's is a zero cotangent times an infinite derivative, which a port may leave out.
-            odd = gradient.isnan() & have.values[name].isfinite()
-            have.values[name] = have.values[name].masked_fill(odd, torch.nan)
+            have.values[name] = have.values[name].masked_fill(gradient.isnan(), torch.nan)
         self._same("gradient", want, have, again)
         self.gradients += 1
 
@@ -332,7 +334,9 @@ class _Run:
         return key
 
     def _loss(self, params: Any, floats: Any, buffers: Any, rest: Any) -> jax.Array:
-        out, _ = self.ported.apply(params, buffers, jax.random.key(0), *floats, *rest)
+        # JAX has no int64 by default, and eager PyTorch refuses some indices of int32.
+        whole = [wrap(one, torch.int64) if one.dtype == jnp.int32 else one for one in rest]
+        out, _ = self.ported.apply(params, buffers, jax.random.key(0), *floats, *whole)
         total = jnp.zeros(())
         for path, one in compare.flat(out, "['output']").items():
             if isinstance(one, jax.Array) and jnp.issubdtype(one.dtype, jnp.floating):

@@ -31,6 +31,7 @@ _BY_DTYPE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "x[k]": lambda x, k: x[k] if k.dtype not in (torch.uint8, torch.bool) else x,
     "x[k] = y": lambda x, k: x.index_put((k,), x[:1]) if k.dtype is not torch.bool else x,
     "nll_loss": lambda x, k: F.nll_loss(x[:1], k) if k.dtype is not torch.uint8 else x,
+    "nll_loss of images": lambda x, k: F.nll_loss(x[:1, :, None], k[:, None]),
     "multi_margin_loss": lambda x, k: F.multi_margin_loss(x[:1], k),
 }
 
@@ -52,7 +53,9 @@ class _ErrorsByOp(nn.Module):
         return found
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int16, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str
+)
 def test_dtypes_of_indices(dtype: torch.dtype) -> None:
     module, given = _ErrorsByOp(dtype), (_X, T([1]))
     found = tpuport.convert(module, verify=False)(*given)
@@ -61,7 +64,7 @@ def test_dtypes_of_indices(dtype: torch.dtype) -> None:
     assert found.keys() == wanted.keys()
     # Where a meta function checks the dtype as well, it has a text of its own.
     assert all(found[n].split(":")[0] == wanted[n].split(":")[0] for n in wanted)
-    assert other <= {"nll_loss", "multi_margin_loss"}
+    assert other <= {"nll_loss", "nll_loss of images", "multi_margin_loss"}
 
 
 class _FillsInABranch(nn.Module):

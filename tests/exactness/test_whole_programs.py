@@ -310,3 +310,36 @@ def test_loops_that_raise_in_each_round_or_set_attributes_in_some():
     ported = check_calls(Scenario("loops", _Loops, calls), by_tpuport)
     with pytest.raises(AssertionError, match="each round raises"):
         ported(9 * x, m)
+
+
+class _RaisesAfterAnother(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        a = self.linear(x)
+        a[int(m.sum()), 0] = 1.0  # IndexError
+        while x.sum() == 0:
+            torch.add(a, a, out=a)  # RuntimeError, since `a` has a gradient
+        if x.sum() > 100:
+            raise KeyError
+        return a
+
+
+@pytest.mark.parametrize(
+    ("x", "m", "error"),
+    [
+        (0.0, [True, True], IndexError),
+        (99.0, [True, True], IndexError),
+        (0.0, [True, False], RuntimeError),
+        (99.0, [False, False], KeyError),
+    ],
+)
+def test_of_two_errors_the_first_is_raised(x: float, m: list[bool], error: type[Exception]):
+    module = _RaisesAfterAnother()
+    ported = tpuport.convert(module)
+    ported(torch.ones(2, 3), torch.tensor([True, False]))
+    for one in (module, ported):
+        with pytest.raises(error):
+            one(torch.full((2, 3), x), torch.tensor(m))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
@@ -23,6 +24,15 @@ from tpuport.tracing.core.transforms import transforming
 _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A branch of which one outcome is left, because the other raises `error`."""
+
+    outcome: bool
+    error: Exception
+    site: str
+
+
 @dataclass(eq=False)
 class Unit:
     """A module call (or the ported function) being explored path by path."""
@@ -30,7 +40,7 @@ class Unit:
     name: str
     path: tuple[bool, ...] = ()
     position: int = 0
-    known: dict[tuple[bool, ...], bool] = field(default_factory=dict)
+    known: dict[tuple[bool, ...], _Known] = field(default_factory=dict)
     runs: int = 0
     # How often each line branched.
     sites: Counter[str] = field(default_factory=Counter)
@@ -64,12 +74,16 @@ class Explorer:
             unit = self.units[-1]
             if unit.undecided is not None:
                 raise unit.undecided
-            prefix = unit.path[: unit.position]
+            known = unit.known.get(unit.path[: unit.position])
+            if known is not None:  # here, so that what raises before this line comes first
+                test = jnp.reshape(value, ()).astype(bool)
+                failed = ~test if known.outcome else test
+                self.trace.check(failed, known.error, known.site)
             if unit.position < len(unit.path):
                 unit.position += 1
                 return unit.path[unit.position - 1]
-            if prefix in unit.known:
-                return self._take(unit, unit.known[prefix])
+            if known is not None:
+                return self._take(unit, known.outcome)
             unit.undecided = UndecidedBranch(value, user_line())
             raise unit.undecided
         raise RestartTrace(explore=self._innermost())
@@ -168,9 +182,9 @@ class Explorer:
                 snapshot=snapshot,
             )
             if isinstance(merged, Forced):
-                self._lift(unit, merged, pending.site)
-                unit.known[prefix] = merged.outcome
-                self.branches[pending.site] = "lifted check"
+                self._refuse_caught(unit, merged.error, site)
+                unit.known[prefix] = _Known(merged.outcome, merged.error, site)
+                self.branches[site] = "lifted check"
                 continue
             return merged
 
@@ -180,25 +194,24 @@ class Explorer:
             return shared_write(site)
         return RestartTrace(within=unit.name)
 
-    def _lift(self, unit: Unit, forced: Forced, site: str) -> None:
-        """Make a check of an error that leaves a call, unless a `try` around the call catches it.
+    def _refuse_caught(self, unit: Unit, error: Exception, site: str) -> None:
+        """Refuse to check for an error that leaves a call and that a `try` around it catches.
 
-        Then the branch belongs to the call that the `try` is in.
+        The branch belongs to the call that the `try` is in.
         """
-        caught = inside_try(forced.error)
+        caught = inside_try(error)
         if caught is None:
-            self.trace.check(forced.failed, forced.error, site)
-        elif not unit.name.startswith("<"):
+            return
+        if not unit.name.startswith("<"):
             raise RestartTrace(within=unit.name)
-        else:
-            raise port_error(
-                "the error that this line raises for some values leaves a part of the program that"
-                f" is compiled by itself ({unit.name[1:-1]}), and the `try` at {caught} around it"
-                " catches the error",
-                code="TPU104",
-                place=site,
-                remedy="move the `try` into that part, or choose by a condition with torch.where",
-            )
+        raise port_error(
+            "the error that this line raises for some values leaves a part of the program that"
+            f" is compiled by itself ({unit.name[1:-1]}), and the `try` at {caught} around it"
+            " catches the error",
+            code="TPU104",
+            place=site,
+            remedy="move the `try` into that part, or choose by a condition with torch.where",
+        )
 
 
 def _too_many_paths(unit: Unit) -> PortError:

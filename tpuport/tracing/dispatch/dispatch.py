@@ -43,7 +43,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """
     trace = current()
     if trace is not None and not trace.checked and func._opname in CHECKED:
-        check_dtypes(func, args, kwargs)
+        check_dtypes(func, args, kwargs, takes_int32=trace.takes_int32)
     if trace is None or trace.checked or func._opname not in RULES:
         result = _run(trace, func, args, kwargs)
         if func is aten.cat.default:

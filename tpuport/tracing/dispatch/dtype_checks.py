@@ -1,8 +1,8 @@
 """Errors that eager raises for the dtypes of operands.
 
 PyTorch's kernels for the CPU make these checks. Its meta functions, which check everything else, do
-not. int32 passes all of those of indices and targets: it may be an array of JAX, which has no int64
-by default, and in a branch the error would decide the branch.
+not. Where an argument is int32, int32 passes for int64: the argument may be an array of JAX, which
+has no int64 by default, and in a branch the error would decide the branch.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 _WHOLE = (torch.int32, torch.int64)
-_CLASSES = (*_WHOLE, torch.uint8)
+_LONG = (torch.int64,)
 _INDICES = (torch.int64, torch.int32, torch.uint8, torch.bool)
 NAMES = {
     **{torch.uint8: "Byte", torch.int8: "Char", torch.int16: "Short", torch.int32: "Int"},
@@ -35,6 +35,11 @@ _fill = _raised(IndexError, "index_fill_(): Expected dtype int64 for index.")
 _select = _raised(RuntimeError, "index_select(): Expected dtype int32 or int64 for index")
 _scalar = _raised(RuntimeError, "expected scalar type Long but found {dtype}")
 
+
+def _target_2d(name: str, dtype: torch.dtype) -> Exception:
+    return (_scalar if dtype is torch.uint8 else _target)(name, dtype)
+
+
 _no_bools = _raised(RuntimeError, "{name}(): does not support bool input")
 _topk = _raised(RuntimeError, "topk does not support bool dtypes on CPU")
 _spread = _raised(RuntimeError, "std and var only support floating point and complex dtypes")
@@ -44,9 +49,9 @@ _NUMBERS = (*_FLOATING, *_WHOLE, torch.uint8, torch.int8, torch.int16)
 
 # By ATen op: its argument, the dtypes that this may have, and the error for others.
 DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype], Exception]]] = {
-    "index_fill": ("index", _WHOLE, _fill),
-    "index_copy": ("index", _WHOLE, _long),
-    "put": ("index", _WHOLE, _long),
+    "index_fill": ("index", _LONG, _fill),
+    "index_copy": ("index", _LONG, _long),
+    "put": ("index", _LONG, _long),
     "index_add": ("index", _WHOLE, _whole),
     "index_reduce": ("index", _WHOLE, _whole),
     "index_select": ("index", _WHOLE, _select),
@@ -54,9 +59,9 @@ DTYPES: dict[str, tuple[str, tuple[torch.dtype, ...], Callable[[str, torch.dtype
     "index_put": ("indices", _INDICES, _index),
     "index_put_": ("indices", _INDICES, _index),
     "_index_put_impl_": ("indices", _INDICES, _index),
-    "nll_loss_forward": ("target", _CLASSES, _target),
-    "nll_loss2d_forward": ("target", _CLASSES, _target),
-    "multi_margin_loss": ("target", _WHOLE, _scalar),
+    "nll_loss_forward": ("target", (*_LONG, torch.uint8), _target),
+    "nll_loss2d_forward": ("target", _LONG, _target_2d),
+    "multi_margin_loss": ("target", _LONG, _scalar),
     "argmax": ("self", _NUMBERS, _no_bools),
     "argmin": ("self", _NUMBERS, _no_bools),
     "topk": ("self", _NUMBERS, _topk),
@@ -115,8 +120,13 @@ def _is_bool(number: Any) -> bool:
     return isinstance(number, (bool, torch.SymBool))
 
 
-def check_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise what eager raises for the dtypes of the operands of an op."""
+def check_dtypes(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, takes_int32: bool
+) -> None:
+    """Raise what eager raises for the dtypes of the operands of an op.
+
+    `takes_int32` says whether an argument of the program is int32.
+    """
     if func._opname in _SUBTRACT:
         _check_subtraction(args)
         return
@@ -128,4 +138,6 @@ def check_dtypes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     given = args[place] if place < len(args) else kwargs.get(name)
     for one in given if isinstance(given, (list, tuple)) else (given,):
         if isinstance(one, torch.Tensor) and one.dtype not in allowed:
+            if one.dtype is torch.int32 and takes_int32 and torch.int64 in allowed:
+                continue
             raise error(func._opname, one.dtype)
