@@ -127,15 +127,15 @@ def for_range(
     Args:
         numbers: What the loop counts.
         body: Function called with each number and the loop's carried values; returns these as a
-            tuple. In a program a tensor that each round makes longer becomes a buffer, and the body
-            is compiled once, where that is proved to be the same.
+            tuple. In a program of many rounds, or of a tensor that each round makes longer, which
+            becomes a buffer, the body is compiled once where that is proved to be the same.
         operands: The carried values at the start.
         stops: Whether the body returns, before the carried values, whether the loop ends after it.
 
     Returns:
         The carried values at the end.
     """
-    if _holds_traced(operands):
+    if _holds_traced(operands) or _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
         return traced_range(numbers, body, operands, stops=stops)

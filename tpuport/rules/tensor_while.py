@@ -26,8 +26,9 @@ class TensorWhile(Rule):
     `convert` also rewrites `for` loops over rows whose number depends on data, such as the experts
     that some token chose (`for e in hit.nonzero()`): `tpuport.ops.for_each` runs a round for every
     row that there can be, under a `lax.cond` that asks whether the row is there. A loop over a
-    range that makes a tensor longer (`x = torch.cat([x, y])`) calls `tpuport.ops.for_range`: its
-    body is compiled once, on a buffer of the last size, where that is proved to be the same.
+    range that has many rounds, or makes a tensor longer (`x = torch.cat([x, y])`), calls
+    `tpuport.ops.for_range`: its body is compiled once, with a buffer of the last size for such a
+    tensor, where that is proved to be the same.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so asking for its truth raises

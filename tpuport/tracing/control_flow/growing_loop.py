@@ -1,4 +1,4 @@
-"""Loops whose rounds make tensors longer, as one `lax.scan`.
+"""Loops of many rounds, or whose rounds make tensors longer, as one `lax.scan`.
 
 A tensor that grows by as many rows in each round is a buffer of its last size. In round `i` it is
 a tensor whose size depends on data: its first size plus `i` times the rows of a round. The
@@ -7,6 +7,7 @@ body has to prove on the buffers that its variables change as they did. Any othe
 Python, round by round.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.user_frames import user_line
+from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
 from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
@@ -27,6 +29,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
+from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS
 from tpuport.tracing.core.sym_node import NumberNode
@@ -44,11 +47,15 @@ from tpuport.tracing.dynamic_shapes.extents import (
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
+# Of fewer rounds, each is compiled by itself unless it makes a tensor longer: it is faster.
+_MANY_ROUNDS = 32
 _MOST_ROUNDS = 1 << 16
 _CANNOT = "a loop whose tensors grow cannot be one program: "
 
 # Values, draws, the failed check, whether the loop has ended, and its rounds.
 _Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array]
+# What a round appends to each list.
+_Added = list[list[jax.Array]]
 
 
 class _Range:
@@ -60,6 +67,11 @@ class _Range:
     def __init__(self, numbers: range, body: Callable[..., Any], *, stops: bool) -> None:
         self.numbers, self.body, self.stops = numbers, body, stops
         self.functions, self.key = [body], numbers
+
+    @property
+    def is_long(self) -> bool:
+        """Return whether it has so many rounds that it is one program in any case."""
+        return len(self.numbers) >= _MANY_ROUNDS and not self.stops
 
     def is_over(self, number: int, operands: Any) -> Any:
         """Return whether the loop has ended before a round."""
@@ -84,7 +96,7 @@ class _Range:
 class _While:
     """`while test(*operands): operands = body(*operands)`, where Python knows what `test` says."""
 
-    stops = False
+    stops = is_long = False
 
     def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
         self.test, self.body = test, body
@@ -150,6 +162,8 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
     growth, ran = plan.loops.get(key, Growth()), 0
     if growth.variables is None and not growth.why:
         growth, operands, ran, ended = _observed(source, operands, growth.peel)
+        if not growth.why and not growth.is_longer and not source.is_long:
+            growth = replace(growth, why="no variable grows")
         plan.loops[key] = growth
         if ended or not growth.why:
             raise RestartTrace()
@@ -160,14 +174,21 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
             raise _no_ends(growth.why, site)
         trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
         return _unrolled(source, operands, ran)
+
+    def written() -> BaseException:
+        why = "what it appends to a list shares memory with a tensor that is written later"
+        plan.loops[key] = Growth(why=why)
+        return RestartTrace()
+
     try:
-        made, rounds = _Growing(trace, source, operands, growth).run()
-    except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        made, rounds = _Growing(trace, source, operands, growth, written).run()
+    except (Unread, PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
         # Without its first round it may be one; otherwise it is what it was before.
         failed = Growth(growth.peel, why=_reason(error))
         plan.loops[key] = Growth(1) if growth.peel == 0 else failed
         raise RestartTrace() from error
-    trace.explorer.branches[site] = f"one lax.scan of {rounds} rounds, with growing tensors"
+    grows = ", with growing tensors" if growth.is_longer else ""
+    trace.explorer.branches[site] = f"one lax.scan of {rounds} rounds{grows}"
     return made
 
 
@@ -254,9 +275,14 @@ class _Growing:
     """A loop with growing tensors: its variables, and how each round changes them."""
 
     def __init__(
-        self, trace: Trace, source: _Source, operands: tuple[Any, ...], growth: Growth
+        self,
+        trace: Trace,
+        source: _Source,
+        operands: tuple[Any, ...],
+        growth: Growth,
+        written: Refusal,
     ) -> None:
-        self.trace, self.source, self.growth = trace, source, growth
+        self.trace, self.source, self.growth, self.written = trace, source, growth, written
         self.plan: list[Plain] = growth.variables or []
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
@@ -268,6 +294,9 @@ class _Growing:
         self.leaves, self.spec = pytree.flatten(before, leaf=branch_leaf, shared=False)
         if not _is_like(self.leaves, self.plan):
             raise _unproved("the rounds do not change the variables alike")
+        if growth.lists and source.stops:
+            raise _unproved("a traced value may end it, and a round appends to a list")
+        self.lists = [AppendedList(trace, self.outside, one) for one in growth.lists]
         self.failures = trace.error_code
         self.rounds = self._counted(source)
         self.drawn = False
@@ -323,7 +352,7 @@ class _Growing:
         numbers = jnp.arange(self.rounds, dtype=jnp.int32)
         over = truth(self.over) if _is_traced(self.over) else jnp.bool_(self.over)
         carried = (initial, counts, code, over, jnp.int32(0))
-        (final, counts, code, _, ran), _ = jax.lax.scan(self._step, carried, numbers)
+        (final, counts, code, _, ran), added = jax.lax.scan(self._step, carried, numbers)
         self._enter(counts if self.drawn else draws, code)
         values, rounds = iter(final), None
         if self.source.stops:
@@ -331,6 +360,8 @@ class _Growing:
         made = [self._after(one, values, rounds) for one in self.plan]
         operands, held = pytree.unflatten(self.spec, made)
         self.outside.write(self.growth.places, held)
+        for one, arrays in zip(self.lists, added, strict=True):
+            one.extend(arrays, self.rounds, self.leaves, made, self.written)
         return operands, self.rounds
 
     def _tensors(self) -> list[tuple[torch.Tensor, Plain]]:
@@ -360,13 +391,17 @@ class _Growing:
     def _inside(self, one: Plain, values: Any, index: NumberNode) -> Any:
         """Return a variable as a round begins with it."""
         if one.dtype is None:
-            return one.start if type(one.start) is not int else self._number(one, index)
+            return self._at(one, index)
         value = next(values)
         if one.dim is None:
             return wrap(value, one.dtype, trace=self.trace, flow=one.flow)
         value = jax.lax.slice_in_dim(value, 0, one.size(self.rounds - 1), axis=one.dim)
         made = wrap(value, one.dtype, trace=self.trace, flow=one.flow)
         return attach(made, {one.dim: along(index, one.start[one.dim], one.step)})
+
+    def _at(self, one: Plain, index: NumberNode) -> Any:
+        """Return a Python number in a round."""
+        return one.start if type(one.start) is not int else self._number(one, index)
 
     def _number(self, one: Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(along(index, one.start, one.step))
@@ -376,15 +411,15 @@ class _Growing:
         if self.failures is not None and code is not None:
             self.failures.set(code)
 
-    def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, None]:
+    def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, _Added]:
         if not self.source.stops:
-            return self._round(carried, number), None
+            return self._round(carried, number)
         after = jax.lax.cond(
-            carried[3], lambda same: same, lambda live: self._round(live, number), carried
+            carried[3], lambda same: same, lambda live: self._round(live, number)[0], carried
         )
-        return after, None
+        return after, []
 
-    def _round(self, carried: _Carried, number: jax.Array) -> _Carried:
+    def _round(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, _Added]:
         values, counts, code, _, ran = carried
         self._enter(counts, code)
         explorer = self.trace.explorer
@@ -401,17 +436,29 @@ class _Growing:
             watch = Surroundings(self.source.functions, operands)
             first = next(SERIALS)
 
-            def run() -> Any:
-                stop, made = self.source.run(at, operands)
-                return stop, made, watch.read(places)
+            with contextlib.ExitStack() as stack:
+                lists = [stack.enter_context(one.collecting()) for one in self.lists]
 
-            try:
-                stop, *out = explorer.run_inside("loop", run, [operands, *watch.held])
-                found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
-                self._refuse_effects(effects, watch, spec, places)
-            finally:
-                self.outside.write(places, before)
+                def run() -> Any:
+                    for one in lists:
+                        one.items.clear()
+                    stop, made = self.source.run(at, operands)
+                    return stop, [list(one.items) for one in lists], made, watch.read(places)
+
+                try:
+                    stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
+                finally:
+                    self.outside.write(places, before)
+            found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
+            self._refuse_effects(effects, watch, spec, places)
         self._refuse_shared(inside, found, first)
+
+        def is_next(value: Any, one: Plain) -> bool:
+            return _is_number(value, self._at(one, index))
+
+        reached = {*map(id, spec.containers.values()), *(id(v) for v, _ in watch.snapshot.saved)}
+        this = Round(first, inside, found, reached, is_next)
+        arrays = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
         pairs = list(zip(found, self.plan, strict=True))
         after = [self._carry(leaf, one, index) for leaf, one in pairs]
         self.drawn = any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
@@ -419,7 +466,7 @@ class _Growing:
         code = None if self.failures is None else self.failures.value
         kept = [value for value in after if value is not None]
         is_last = truth(stop) if _is_traced(stop) else jnp.bool_(stop)
-        return kept, counts, code, is_last, ran + 1
+        return (kept, counts, code, is_last, ran + 1), arrays
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
         """Return the array of a variable after a round, which has to change it as known."""

@@ -54,6 +54,23 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Appended:
+    """What each round appends to a list.
+
+    Attributes:
+        holder: The number of the list among what the functions reach.
+        spec: The structure of the items of one round.
+        items: Their tensors and numbers. A number's `step` is from one round to the next.
+        alike: Whether derivatives pass through each of them as they did in the round before.
+    """
+
+    holder: int
+    spec: pytree.TreeSpec
+    items: tuple[Plain, ...]
+    alike: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Growth:
     """How rounds change the variables of a loop.
 
@@ -62,6 +79,7 @@ class Growth:
         variables: The variables that the body takes, then the values in `places`; None if they are
             not known yet.
         places: The places that each round changes.
+        lists: The lists that each round appends to.
         why: Why the loop is not one program.
         ends: Whether a traced value may end the loop.
     """
@@ -69,8 +87,14 @@ class Growth:
     peel: int = 0
     variables: list[Plain] | None = None
     places: tuple[Place, ...] = ()
+    lists: tuple[Appended, ...] = ()
     why: str = ""
     ends: bool = False
+
+    @property
+    def is_longer(self) -> bool:
+        """Return whether a round makes a tensor longer."""
+        return any(one.dim is not None for one in self.variables or ())
 
 
 class Surroundings:
@@ -82,7 +106,9 @@ class Surroundings:
     def __init__(self, functions: Sequence[Callable[..., Any]], operands: Any = ()) -> None:
         self.cells = _cells(functions)
         self.held = [cell.cell_contents for cell in self.cells]
-        self.snapshot = Snapshot([*self.held, operands])
+        # `append = found.append`, and methods of objects.
+        bound = [getattr(one, "__self__", None) for one in (*functions, *self.held)]
+        self.snapshot = Snapshot([*self.held, *bound, operands])
         self.operands = [operands]
         self.states = [[before for _, before in self.snapshot.saved]]
 
@@ -103,7 +129,13 @@ class Surroundings:
         """Return the places that have changed; None if something else has."""
         return self._places([self.states[0], self._now()])
 
-    def _places(self, states: list[list[Children]]) -> set[Place] | None:
+    def _places(
+        self, states: list[list[Children]], longer: set[int] | None = None
+    ) -> set[Place] | None:
+        """Return the places that differ between states; None if something else does.
+
+        `longer` gets the lists that only got longer, which are something else without it.
+        """
         pairs = zip(self.cells, self.held, strict=True)
         if any(not _is_bound(cell) or cell.cell_contents is not held for cell, held in pairs):
             return None
@@ -111,6 +143,9 @@ class Surroundings:
         for index, (first, *later) in enumerate(zip(*states, strict=True)):
             for other in later:
                 if first.is_same(other):
+                    continue
+                if longer is not None and _is_longer(first, other):
+                    longer.add(index)
                     continue
                 is_alike = first.keys == other.keys and first.held.keys() == other.held.keys()
                 if not is_alike or len(first.parts) != len(other.parts):
@@ -163,8 +198,11 @@ class Surroundings:
 
     def growth(self, peel: int) -> Growth:
         """Return how the rounds that were noted have changed the variables."""
-        places = self._places(self.states)
-        if self.has_iterator or places is None:
+        longer: set[int] = set()
+        places = self._places(self.states, longer)
+        lists = [self._appended(index) for index in sorted(longer)]
+        known = [one for one in lists if one is not None]
+        if self.has_iterator or places is None or len(known) < len(lists):
             what = "a round changes Python values that are no variables of the loop"
             return Growth(peel, why=what)
         order = tuple(sorted(places, key=str))
@@ -179,9 +217,36 @@ class Surroundings:
         kept = [one for one in found if one is not None]
         if len(kept) < len(found):
             return Growth(peel, why="the rounds do not change the variables alike")
-        if all(one.dim is None for one in kept):
-            return Growth(peel, why="no variable grows")
-        return Growth(peel, kept, order)
+        return Growth(peel, kept, order, tuple(known))
+
+    def list_at(self, index: int) -> list[Any] | None:
+        """Return the list with this number, if variables of closures hold it and nothing else."""
+        found = self.snapshot.saved[index][0] if index < len(self.snapshot.saved) else None
+        others = [getattr(one, "__self__", None) for one in self.held]
+        others += [part for state in self.states[0] for part in state.all]
+        is_held = any(one is found for one in self.held)
+        is_alone = all(one is not found for one in others)
+        return found if type(found) is list and is_held and is_alone else None
+
+    def _appended(self, index: int) -> Appended | None:
+        """Return what each round has appended to a list; None if that is not known."""
+        states = [state[index].parts for state in self.states]
+        added = [later[len(first) :] for first, later in itertools.pairwise(states)]
+        flat = [pytree.flatten(one, leaf=branch_leaf, shared=False) for one in added]
+        if self.list_at(index) is None or any(spec.key != flat[0][1].key for _, spec in flat):
+            return None
+        columns = [list(seen) for seen in zip(*(leaves for leaves, _ in flat), strict=True)]
+        known = [_change(seen) for seen in columns]
+        items = tuple(one for one in known if one is not None and one.dim is None)
+        alike = tuple(len({flow_of([one]) for one in seen}) == 1 for seen in columns)
+        return Appended(index, flat[0][1], items, alike) if len(items) == len(known) else None
+
+
+def _is_longer(first: Children, other: Children) -> bool:
+    """Return whether a list has the same items as before, and more of them."""
+    pairs = zip(first.parts, other.parts, strict=False)
+    is_list = first.kind is list and len(other.parts) > len(first.parts)
+    return is_list and all(a is b for a, b in pairs)
 
 
 def _part(content: Children, place: Place) -> Any:

@@ -25,7 +25,7 @@ _MAX_RUNS, _MAX_BRANCHES = 256, 12
 
 
 @dataclass(frozen=True)
-class _Known:
+class _OnlyOutcome:
     """A branch of which one outcome is left, because the other raises `error`."""
 
     outcome: bool
@@ -40,7 +40,7 @@ class Unit:
     name: str
     path: tuple[bool, ...] = ()
     position: int = 0
-    known: dict[tuple[bool, ...], _Known] = field(default_factory=dict)
+    known: dict[tuple[bool, ...], _OnlyOutcome] = field(default_factory=dict)
     runs: int = 0
     # How often each line branched.
     sites: Counter[str] = field(default_factory=Counter)
@@ -183,7 +183,7 @@ class Explorer:
             )
             if isinstance(merged, Forced):
                 self._refuse_caught(unit, merged.error, site)
-                unit.known[prefix] = _Known(merged.outcome, merged.error, site)
+                unit.known[prefix] = _OnlyOutcome(merged.outcome, merged.error, site)
                 self.branches[site] = "lifted check"
                 continue
             return merged

@@ -92,6 +92,7 @@ class ActiveTrace(Protocol):
     effects: list[Any]
     offsets_read: set[int]
     joins: dict[Any, Any]
+    loop_samples: dict[Any, int]
     makes_error: bool
     regions: list[int]
     closed: bool

@@ -219,6 +219,11 @@ class Trace:
         self.explorer: active.Decider | None = None
         # By the place of a join in the code: the size of its last result, and the frames around it.
         self.joins: dict[Any, Any] = {}
+        # How many ops ran, and how often a loop ran when that was looked at.
+        self.count_ops = 0
+        self.loop_samples: dict[Any, int] = {}
+        # Whether there are tensors that are rows of one array (`series`).
+        self.has_rows = False
         self.blocks: active.BlockTracer | None = None
         self.dispatch_mode: TorchDispatchMode | None = None
         self.function_mode: TorchFunctionMode | None = None

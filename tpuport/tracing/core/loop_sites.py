@@ -1,4 +1,7 @@
-"""The loop of the user's code whose rounds make a tensor longer: `x = torch.cat([x, y])`."""
+"""Loops of the user's code that are worth one `lax.scan`.
+
+Their rounds make a tensor longer (`x = torch.cat([x, y])`), or run very many ops.
+"""
 
 import dis
 import functools
@@ -20,6 +23,28 @@ from tpuport.tracing.core.tensor import TracedTensor
 
 # A running frame, by its id, with its code and the instruction that it is at.
 Stack = list[tuple[int, CodeType, int]]
+# One op in so many looks which loops it is in; a loop that so many of them saw is long.
+OPS_APART, _SAMPLES = 32, 8
+
+
+def note_long() -> None:
+    """Note the loops over a range that run now; restart to rewrite one that has run long.
+
+    Raises:
+        RestartTrace: it has not been rewritten yet.
+    """
+    trace = innermost()
+    if trace is None or trace.explorer is None:
+        return
+    plan, counts = trace.explorer.plan, trace.loop_samples
+    for ident, code, position in _stack():
+        for line in _loop_lines(code, position):
+            if "range(" not in linecache.getline(code.co_filename, line):
+                continue
+            counts[ident, code, line] = counts.get((ident, code, line), 0) + 1
+            is_new = (code.co_filename, line, None) not in plan.tried
+            if counts[ident, code, line] >= _SAMPLES and is_new:
+                raise RestartTrace(site=(code, Site(line)))
 
 
 def note_joined(parts: Iterable[Any], result: Any) -> None:

@@ -8,7 +8,7 @@ reads `.dtype`, `.stride()` or `is_contiguous()` takes the same path. All views 
 
 import copy
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.core
@@ -32,6 +32,19 @@ from tpuport.tracing.core.view_steps import DETACH, Detach, ViewStep, apart, rep
 SHOWN = "TracedTensor("
 
 
+class Row(NamedTuple):
+    """Which row of an array a tensor is, as long as its storage has this version.
+
+    `region` is the part of the program where the array may be used.
+    """
+
+    value: jax.Array
+    number: int
+    storage: Storage
+    version: int
+    region: int
+
+
 class TracedTensor(backend.TorchaxTensor):
     """A torch tensor whose value is a jax array; see the module docstring."""
 
@@ -51,6 +64,8 @@ class TracedTensor(backend.TorchaxTensor):
     # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
+    # Which row it is of what a loop has made: see `series`.
+    _row: Row | None = None
     # Whether it is state of the program or one of its arguments.
     _is_given: bool
     # Whether it is a view of a leaf that requires grad.

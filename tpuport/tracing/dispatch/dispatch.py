@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from tpuport.tracing.core import series
 from tpuport.tracing.core.context import Trace, current
-from tpuport.tracing.core.loop_sites import note_joined
+from tpuport.tracing.core.loop_sites import OPS_APART, note_joined, note_long
 from tpuport.tracing.core.op_handler import op_handler
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.tensor import TracedTensor
@@ -42,6 +43,13 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         PortError: no lowering, or a form of the op that cannot be kept exact.
     """
     trace = current()
+    if trace is not None:
+        trace.count_ops += 1
+        if not trace.count_ops % OPS_APART:
+            note_long()
+        whole = series.joined(trace, func, args, kwargs) if trace.has_rows else None
+        if whole is not None:
+            return whole
     if trace is not None and not trace.checked and func._opname in CHECKED:
         check_dtypes(func, args, kwargs, takes_int32=trace.takes_int32)
     if trace is None or trace.checked or func._opname not in RULES:

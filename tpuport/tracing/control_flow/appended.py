@@ -1,0 +1,216 @@
+"""Lists to which the rounds of a loop append, where the loop is one `lax.scan`.
+
+In the body the list is something that can be appended to and nothing else. What a round appends is
+a result of the scan, and the list gets the items of all rounds after it.
+"""
+
+import enum
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CellType
+from typing import Any, NoReturn
+
+import jax
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.tracing.control_flow.growth import Appended, Plain, Surroundings
+from tpuport.tracing.control_flow.merge import branch_leaf
+from tpuport.tracing.core import series
+from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.shared_tensors import Refusal
+from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.values import flow_of, value_of
+from tpuport.tracing.dynamic_shapes.extents import extents_of
+
+_READ = "a round reads a list that it appends to"
+
+
+class Unread(Exception):
+    """The items of a list are not known: the body of a loop does more than append to it."""
+
+
+class _Appender:
+    """What stands for a list in the body of a loop, and notes if it is read."""
+
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.is_read = False
+
+    def append(self, item: Any) -> None:
+        """Append an item."""
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        """Append items."""
+        self.items.extend(items)
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  (nobody sets it)
+        """Return the class that user code sees."""
+        return list
+
+    def _read(self, *_: Any) -> NoReturn:
+        self.is_read = True  # the code may catch what this raises
+        raise Unread(_READ)
+
+    __getattr__ = _read
+    __len__ = __iter__ = __reversed__ = __contains__ = __bool__ = _read
+    __getitem__ = __setitem__ = __delitem__ = _read
+    __add__ = __radd__ = __iadd__ = __mul__ = __rmul__ = __imul__ = _read
+    __lt__ = __le__ = __gt__ = __ge__ = _read
+    __eq__ = __ne__ = _read  # type: ignore[assignment]
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass
+class Round:
+    """A round of a loop, when it has run.
+
+    Attributes:
+        first: The serial of the first storage that it made.
+        inside: The variables that it began with.
+        found: The variables after it.
+        reached: The ids of what its functions reached before it, and of the variables' containers.
+        is_next: Whether a number is what this round is known to append.
+        seen: The serials of the storages that have been appended.
+    """
+
+    first: int
+    inside: list[Any]
+    found: list[Any]
+    reached: set[int]
+    is_next: Callable[[Any, Plain], bool]
+    seen: set[int] = field(default_factory=set)
+
+
+class _Same(enum.Enum):
+    """What an item has to do with a variable."""
+
+    BEFORE = "it is the variable with which the round began"
+    AFTER = "it is the variable after the round"
+    SHARES = "it shares its memory with the variable after the round"
+
+
+class AppendedList:
+    """A list to which each round of a loop appends.
+
+    Args:
+        trace: The trace.
+        surroundings: What the functions of the loop reach.
+        appended: What a round appends.
+
+    Raises:
+        Unread: it is not a list that only variables of closures hold.
+    """
+
+    def __init__(self, trace: Trace, surroundings: Surroundings, appended: Appended) -> None:
+        found = surroundings.list_at(appended.holder)
+        if found is None:
+            raise Unread("a list is not held as in the first rounds")
+        self.trace, self.value, self.appended = trace, found, appended
+        self._cells = [c for c in surroundings.cells if c.cell_contents is found]
+        # By the number of an item: the number of a variable, and what they have to do.
+        self._same: dict[int, tuple[int, _Same]] = {}
+
+    @contextmanager
+    def collecting(self) -> Iterator[_Appender]:
+        """Put a collector in the place of the list."""
+        collector = _Appender()
+        _set(self._cells, collector)
+        try:
+            yield collector
+        finally:
+            _set(self._cells, self.value)
+        if collector.is_read:
+            raise Unread(_READ)
+
+    def arrays(self, items: list[Any], ran: Round) -> list[jax.Array]:
+        """Return the arrays of what a round has appended.
+
+        Raises:
+            Unread: it is not what the rounds are known to append.
+        """
+        leaves, spec = pytree.flatten(items, leaf=branch_leaf, shared=False)
+        if spec.key != self.appended.spec.key:
+            raise Unread("the rounds do not append alike to a list")
+        parts = [one for one in spec.containers.values() if not isinstance(one, tuple)]
+        if any(id(one) in ran.reached for one in parts):
+            raise Unread("a container that is appended to a list has another name")
+        self._same, made = {}, []
+        for index, (leaf, one) in enumerate(zip(leaves, self.appended.items, strict=True)):
+            if one.dtype is not None:
+                self._note(index, leaf, one, ran)
+                made.append(value_of(leaf))
+            elif not ran.is_next(leaf, one):
+                raise Unread("a number that is appended to a list changes in another way")
+        return made
+
+    def _note(self, index: int, leaf: Any, one: Plain, ran: Round) -> None:
+        """Note what an appended tensor has to do with the variables."""
+        is_alike = isinstance(leaf, TracedTensor) and leaf.dtype == one.dtype
+        size = torch.Tensor.size(leaf) if is_alike else ()
+        if not is_alike or tuple(size) != one.start or extents_of(leaf):
+            raise Unread("a tensor that is appended to a list has another size or dtype")
+        if not torch.Tensor.is_contiguous(leaf):
+            raise Unread("a tensor that is appended to a list has another layout")
+        storage: Storage = leaf._storage
+        before = [at for at, variable in enumerate(ran.inside) if variable is leaf]
+        if before:
+            self._same[index] = before[0], _Same.BEFORE
+        elif flow_of([leaf]) != one.flow or not self.appended.alike[index]:
+            raise Unread("a gradient passes through the tensors of some rounds only")
+        elif storage.serial < ran.first or any(self.trace.shared.of(storage)):
+            raise Unread("a tensor that is appended to a list may be another one")
+        if storage.serial in ran.seen:
+            raise Unread("two tensors that are appended to lists share memory")
+        ran.seen.add(storage.serial)
+        for at, variable in enumerate(ran.found):
+            if isinstance(variable, TracedTensor) and variable._storage is storage:
+                self._same[index] = at, _Same.AFTER if variable is leaf else _Same.SHARES
+
+    def extend(
+        self,
+        arrays: list[jax.Array],
+        rounds: int,
+        before: list[Any],
+        after: list[Any],
+        written: Refusal,
+    ) -> None:
+        """Append the items of all rounds to the list.
+
+        Args:
+            arrays: Those that `arrays` returned, stacked.
+            rounds: How many rounds there were.
+            before: The variables before the loop.
+            after: The variables after it.
+            written: Makes the error for a write to one of two tensors that share memory.
+        """
+        given = iter(arrays)
+        columns: list[list[Any]] = []
+        for index, one in enumerate(self.appended.items):
+            if one.dtype is None:
+                step = one.step
+                columns.append([one.start + step * r if step else one.start for r in range(rounds)])
+                continue
+            column = series.rows(self.trace, next(given), one.dtype, one.flow)
+            columns.append(column)
+            at, same = self._same.get(index, (0, None))
+            if same is _Same.BEFORE:
+                column[0] = before[at]
+            elif same is _Same.AFTER:
+                series.make_row(column[-1], after[at])
+                column[-1] = after[at]
+            elif same is _Same.SHARES:
+                one_of, region = after[at]._storage, self.trace.regions[-1]
+                self.trace.shared.add(one_of, column[-1]._storage, None, region, written)
+        for number in range(rounds):
+            leaves = [column[number] for column in columns]
+            self.value.extend(pytree.unflatten(self.appended.spec, leaves))
+
+
+def _set(cells: list[CellType], value: Any) -> None:
+    for cell in cells:
+        cell.cell_contents = value
