@@ -12,7 +12,7 @@ _STATES = (
     "if t % 2 == 0:\n    h = h * 0.5", "if h.sum() > 0:\n    h = h * 0.5\nelse:\n    h = h - 1",
     "s = s + h.sum()", "h = F.relu(h)", "h = h.detach() if t == 0 else h", "g = h * r[-t - 1]",
     "with torch.no_grad():\n    g = g + h", "self.count += 1", "self.total += 1",
-    "h = self.bn(h)", "d['h'] = h", "h = h * outs[-1].mean() if outs else h", "prev = h",
+    "h = self.bn(h + x)", "d['h'] = h", "h = h * outs[-1].mean() if outs else h", "prev = h",
     "q = h * 2", "g = h", "h = scan(h, t)", "self.cache = h * 2",
     "for u in range(2):\n    h = h * 0.9", "r = r * 0.5", "h = h[:, [1, 0, 2, 3]]",
     "k = (k + 1) % 3", "h = h + self.emb(k)[: len(h)]", "h = h + len(outs)",

@@ -86,7 +86,7 @@ class Round:
     seen: set[int] = field(default_factory=set)
 
 
-class _Same(enum.Enum):
+class _Tie(enum.Enum):
     """What an item has to do with a variable."""
 
     BEFORE = "it is the variable with which the round began"
@@ -113,7 +113,7 @@ class AppendedList:
         self.trace, self.value, self.appended = trace, found, appended
         self._cells = [c for c in surroundings.cells if c.cell_contents is found]
         # By the number of an item: the number of a variable, and what they have to do.
-        self._same: dict[int, tuple[int, _Same]] = {}
+        self._same: dict[int, tuple[int, _Tie]] = {}
 
     @contextmanager
     def collecting(self) -> Iterator[_Appender]:
@@ -159,7 +159,7 @@ class AppendedList:
         storage: Storage = leaf._storage
         before = [at for at, variable in enumerate(ran.inside) if variable is leaf]
         if before:
-            self._same[index] = before[0], _Same.BEFORE
+            self._same[index] = before[0], _Tie.BEFORE
         elif flow_of([leaf]) != one.flow or not self.appended.alike[index]:
             raise Unread("a gradient passes through the tensors of some rounds only")
         elif storage.serial < ran.first or any(self.trace.shared.of(storage)):
@@ -169,7 +169,7 @@ class AppendedList:
         ran.seen.add(storage.serial)
         for at, variable in enumerate(ran.found):
             if isinstance(variable, TracedTensor) and variable._storage is storage:
-                self._same[index] = at, _Same.AFTER if variable is leaf else _Same.SHARES
+                self._same[index] = at, _Tie.AFTER if variable is leaf else _Tie.SHARES
 
     def extend(
         self,
@@ -198,12 +198,12 @@ class AppendedList:
             column = series.rows(self.trace, next(given), one.dtype, one.flow)
             columns.append(column)
             at, same = self._same.get(index, (0, None))
-            if same is _Same.BEFORE:
+            if same is _Tie.BEFORE:
                 column[0] = before[at]
-            elif same is _Same.AFTER:
+            elif same is _Tie.AFTER:
                 series.make_row(column[-1], after[at])
                 column[-1] = after[at]
-            elif same is _Same.SHARES:
+            elif same is _Tie.SHARES:
                 one_of, region = after[at]._storage, self.trace.regions[-1]
                 self.trace.shared.add(one_of, column[-1]._storage, None, region, written)
         for number in range(rounds):

@@ -12,7 +12,7 @@ import torch
 
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.storage import Flow
-from tpuport.tracing.core.tensor import Row, TracedTensor, version, wrap
+from tpuport.tracing.core.tensor import SeriesRow, TracedTensor, version, wrap
 
 _JOINS = {torch.ops.aten.stack.default: True, torch.ops.aten.cat.default: False}
 
@@ -29,7 +29,7 @@ def rows(trace: Trace, value: jax.Array, dtype: torch.dtype, flow: Flow) -> list
     parts = jax.lax.split(value, [1] * value.shape[0])
     made = [wrap(jnp.squeeze(part, 0), dtype, trace=trace, flow=flow) for part in parts]
     for index, one in enumerate(made):
-        one._row = Row(value, index, one._storage, version(one), trace.regions[-1])
+        one._row = SeriesRow(value, index, one._storage, version(one), trace.regions[-1])
     trace.has_rows = True
     return made
 
@@ -59,9 +59,9 @@ def joined(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return whole if len(found) == 1 else torch.cat(found, dim)
 
 
-def _runs(trace: Trace, parts: list[torch.Tensor]) -> Iterator[list[tuple[Any, Row | None]]]:
+def _runs(trace: Trace, parts: list[torch.Tensor]) -> Iterator[list[tuple[Any, SeriesRow | None]]]:
     """Yield the parts in groups, with which rows they are: rows that follow each other, or one."""
-    run: list[tuple[Any, Row | None]] = []
+    run: list[tuple[Any, SeriesRow | None]] = []
     for part in parts:
         before, now = run[-1][1] if run else None, _row_of(trace, part)
         if run and not _follows(before, now):
@@ -72,13 +72,13 @@ def _runs(trace: Trace, parts: list[torch.Tensor]) -> Iterator[list[tuple[Any, R
         yield run
 
 
-def _follows(before: Row | None, now: Row | None) -> bool:
+def _follows(before: SeriesRow | None, now: SeriesRow | None) -> bool:
     if before is None or now is None:
         return False
     return before.value is now.value and now.number == before.number + 1
 
 
-def _row_of(trace: Trace, tensor: Any) -> Row | None:
+def _row_of(trace: Trace, tensor: Any) -> SeriesRow | None:
     """Return which row a tensor is, unless it was written since."""
     row = tensor._row if isinstance(tensor, TracedTensor) else None
     if row is None or not isinstance(tensor, TracedTensor) or tensor._chain:
@@ -88,7 +88,7 @@ def _row_of(trace: Trace, tensor: Any) -> Row | None:
 
 
 def _joined(
-    trace: Trace, run: list[tuple[Any, Row | None]], dim: int, *, is_stack: bool
+    trace: Trace, run: list[tuple[Any, SeriesRow | None]], dim: int, *, is_stack: bool
 ) -> torch.Tensor:
     (first, row), *_ = run
     if row is None or len(run) == 1:

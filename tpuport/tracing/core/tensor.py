@@ -32,7 +32,7 @@ from tpuport.tracing.core.view_steps import DETACH, Detach, ViewStep, apart, rep
 SHOWN = "TracedTensor("
 
 
-class Row(NamedTuple):
+class SeriesRow(NamedTuple):
     """Which row of an array a tensor is, as long as its storage has this version.
 
     `region` is the part of the program where the array may be used.
@@ -65,7 +65,7 @@ class TracedTensor(backend.TorchaxTensor):
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
     # Which row it is of what a loop has made: see `series`.
-    _row: Row | None = None
+    _row: SeriesRow | None = None
     # Whether it is state of the program or one of its arguments.
     _is_given: bool
     # Whether it is a view of a leaf that requires grad.
