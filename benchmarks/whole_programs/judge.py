@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import tpuport
 from benchmarks.whole_programs import compare, grammar
@@ -36,7 +37,10 @@ FINDS = ("silent", "gradient", "crash", "error missed", "error made", "other err
 _RUNS = (0, 1, 1, 16, 64)
 _MOST_STEPS = 2
 # What eager PyTorch refuses because of how it computes: the result is plain.
-_OF_MEMORY = ("refer to a single memory location",)
+_OF_MEMORY = (
+    "refer to a single memory location",
+    "is a view and its base or another view of its base has been modified inplace",
+)
 # Of the processor, for one program.
 _SECONDS = 2.0
 _numbers = itertools.count()
@@ -169,6 +173,20 @@ class _Found(Exception):
         self.verdict = verdict
 
 
+class _AskingForGraphs(TorchFunctionMode):
+    """Asks each operand for its `grad_fn` before it is used.
+
+    A view that was made before its base got a gradient has no `grad_fn` until somebody asks, and
+    eager PyTorch refuses to write to it as to a leaf.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                _ = one.grad_fn
+        return func(*args, **(kwargs or {}))
+
+
 class _Run:
     """One program's calls."""
 
@@ -252,6 +270,8 @@ class _Run:
             raise self._end("rounding")
         if b is None and any(text in str(a) for text in _OF_MEMORY):
             raise self._end("passes", "ends with an error of memory")
+        if b is None and again(_AskingForGraphs()).error is None:
+            raise self._end("passes", "ends with an error that depends on who asks for grad_fn")
         if b is None:
             raise self._end("error missed", f"eager raises {_said(a)}")
         if a is not None:
