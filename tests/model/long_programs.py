@@ -54,7 +54,14 @@ def program(seed: int) -> Program:
     """Return a module with one random loop, and what it is called with."""
     draw = random.Random(seed)
     head = draw.choice(
-        ("range(7)", "range(1, 8)", "range(0, 12, 2)", "range(6, -1, -1)", "range(n + 5)")
+        (
+            "range(7)",
+            "range(1, 8)",
+            "range(0, 12, 2)",
+            "reversed(range(6))",
+            "range(6, -1, -1)",
+            "range(n + 5)",
+        )
     )
     body = draw.sample(_STATES, draw.choice((1, 1, 2, 2, 3)))
     body += draw.sample(_ITEMS, draw.choice((1, 1, 1, 2)))

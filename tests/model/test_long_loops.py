@@ -125,7 +125,7 @@ class Loops(nn.Module):
 
     scanned = (
         *("last_is_the_state", "first_is_the_state", "numbers", "nothing", "nested", "parts"),
-        *("twice", "drawn"),
+        *("backwards", "twice", "drawn"),
     )
 
     def __init__(self) -> None:
@@ -187,6 +187,13 @@ class Loops(nn.Module):
             outs.append(x + 1)
         y = torch.stack([*outs[2:5], x, *outs[:3]], -1)
         return y, torch.cat(outs), torch.cat(outs[1:], 1), outs[::-1]
+
+    def backwards(self, x):
+        scales, outs = torch.arange(7.0), []
+        for t in reversed(range(1, 7)):
+            x = x * 0.5 + scales[t] - scales[t - 1] * t
+            outs.append(x * t)
+        return torch.stack(outs), x
 
     def both_paths(self, x):
         outs = []

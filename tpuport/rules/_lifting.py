@@ -143,8 +143,10 @@ def _defines(node: ast.AST, name: str) -> bool:
 
 
 def is_range(node: ast.expr) -> bool:
-    """Return whether an expression is a call of Python's `range`."""
+    """Return whether an expression is a call of Python's `range`, reversed or not."""
     match node:
+        case ast.Call(func=ast.Name(id="reversed"), args=[inner], keywords=[]):
+            return isinstance(inner, ast.Call) and is_range(inner)
         case ast.Call(func=ast.Name(id="range")):
             return True
         case _:

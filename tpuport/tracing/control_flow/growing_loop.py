@@ -50,6 +50,8 @@ _SEEN_ROUNDS = 2
 # Of fewer rounds, each is compiled by itself unless it makes a tensor longer: it is faster.
 _MANY_ROUNDS = 32
 _MOST_ROUNDS = 1 << 16
+# What `reversed(range(n))` is; nobody has taken a number from it.
+_REVERSED = type(reversed(range(1)))
 _CANNOT = "a loop whose tensors grow cannot be one program: "
 
 # Values, draws, the failed check, whether the loop has ended, and its rounds.
@@ -137,6 +139,8 @@ def traced_range(
     Raises:
         RestartTrace: what its first rounds have shown is noted for the next attempt.
     """
+    if isinstance(numbers, _REVERSED):
+        numbers = numbers.__reduce__()[1][0]
     is_short = not isinstance(numbers, range) or len(numbers) < _FEWEST_ROUNDS
     return _run(_Range(numbers, body, stops=stops), operands, is_short=is_short)
 
