@@ -421,6 +421,86 @@ def test_xla_for_the_cpu_computes_an_update_inside_an_update():
     assert rows.tolist() == [[1, 2, -4, 6]] * 2
 
 
+@pytest.mark.xfail(strict=True, reason="jax 0.10.2: then `was_read` in core/view_steps.py can go")
+def test_xla_for_the_cpu_updates_a_reshaped_array_in_place():
+    def shifted(x: jax.Array) -> jax.Array:
+        rows = (x @ jnp.eye(12)).reshape(3, 4)
+        return jax.lax.dynamic_update_slice(rows, rows[:2], (1, 0))
+
+    found = jax.jit(shifted)(jnp.arange(12.0))
+    assert found.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+# What gives a vector, its shape afterwards, and how its rows are shifted.
+FIRST: dict[str, Any] = {
+    "written": lambda x: x.clone().index_put_((torch.tensor([1]),), torch.tensor([7.0])),
+    "computed": lambda x: torch.where(x == 2, 7.0, x),
+    "joined": lambda x: torch.cat([x[:1], x[1:2] * 2, x[2:]]),
+    "multiplied": lambda x: x @ torch.eye(12),
+    "set": lambda x: torch.select_scatter(x, torch.tensor(7.0), 0, 1),
+}
+SHAPES: dict[str, Any] = {
+    "rows": lambda x: x.view(3, 4),
+    "parts": lambda x: x.view(3, 2, 2).flatten(1),
+    "turned": lambda x: x.view(4, 3).t(),
+}
+
+
+def _by_copy(rows: torch.Tensor) -> torch.Tensor:
+    rows[1:] = rows[:-1].clone()
+    return rows
+
+
+def _of_a_copy(rows: torch.Tensor) -> torch.Tensor:
+    copied = rows.clone()
+    copied[1:] = rows[:-1]
+    copied[0] = rows[1] * 2
+    return copied
+
+
+def _rolled(rows: torch.Tensor) -> torch.Tensor:
+    rows[1:] = rows.roll(1, 0)[1:]
+    return rows
+
+
+SHIFTS: dict[str, Any] = {
+    "by copy": _by_copy,
+    "of a copy": _of_a_copy,
+    "rolled": _rolled,
+    "by slice_scatter": lambda rows: torch.slice_scatter(rows, rows[:-1] * 2, 0, 1),
+    "by select_scatter": lambda rows: torch.select_scatter(rows, rows[0], 0, -1),
+    "spread": lambda rows: torch.slice_scatter(rows, rows[:2], 0, 0, None, 2),
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_rows_of_a_reshaped_result_are_shifted(first: str):
+    def shifted(x: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            shift(shape(FIRST[first](x * 1)))
+            for shape in SHAPES.values()
+            for shift in SHIFTS.values()
+        ]
+
+    x = torch.arange(12.0)
+    ported = tpuport.convert(shifted, verify=False)
+    for ours, theirs in zip(tpuport.to_torch(ported(x)), shifted(x), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _written_flat(x: torch.Tensor) -> torch.Tensor:
+    rows = x.clone()
+    rows.reshape(-1)[1] = 1
+    rows[1:] = rows[:-1].clone()
+    return rows
+
+
+def test_rows_are_shifted_after_a_write_in_another_shape():
+    x = torch.arange(12.0).view(3, 4)
+    ported = tpuport.convert(_written_flat, verify=False)
+    assert torch.equal(tpuport.to_torch(ported(x)), _written_flat(x))
+
+
 TURN = torch.tensor([2, 0, 1, 3])
 # Eager refuses the first ones: they read what they write, in another order.
 SHARED_MEMORY = {

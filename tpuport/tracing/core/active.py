@@ -93,6 +93,7 @@ class ActiveTrace(Protocol):
     offsets_read: set[int]
     joins: dict[Any, Any]
     loop_samples: dict[Any, int]
+    read_arrays: Any
     makes_error: bool
     regions: list[int]
     closed: bool

@@ -251,6 +251,8 @@ class Trace:
         self.masks: dict[Any, Any] = {}
         # Arrays that represent int64 in a narrower dtype, by id. The references are weak.
         self._int64: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # Arrays that an operation has read, by id: see `was_read` in `view_steps`.
+        self.read_arrays: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         # The ported module and those inside it, by id, with their fqns.
         self.own_modules: dict[int, str] = {}
         # Storages numbered from here on are made by the program, not its state or arguments.

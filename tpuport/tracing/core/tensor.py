@@ -26,7 +26,15 @@ from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.storage import Flow, Storage, detaching
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
-from tpuport.tracing.core.view_steps import DETACH, Detach, ViewStep, apart, replace_value
+from tpuport.tracing.core.view_steps import (
+    DETACH,
+    Detach,
+    ViewStep,
+    apart,
+    note_read,
+    replace_value,
+    was_read,
+)
 
 # How the text of a traced tensor begins.
 SHOWN = "TracedTensor("
@@ -183,6 +191,7 @@ class TracedTensor(backend.TorchaxTensor):
         It has 64 bits if the storage is wide.
         """
         storage = self._storage
+        note_read(storage.held)
         if self._cached_version == storage.version and self._is_alive(self._cached_region):
             return self._cached  # type: ignore[return-value]
         value = storage.held
@@ -217,16 +226,22 @@ class TracedTensor(backend.TorchaxTensor):
         bases = [base]
         for step in self._chain[:-1]:
             bases.append(step.forward(bases[-1]))
+        if was_read(self._storage.held):
+            for base in bases:
+                note_read(base)
         written, graph = value, self._graph if self._detached else None
+        size = value.size
         for base, step in zip(reversed(bases), reversed(self._chain), strict=False):
             if written.size != value.size:
                 written = apart(written)
+            size = written.size
             if graph is not None and isinstance(step, Detach) and step.graph is graph:
                 if graph.version or not self._frozen:
                     graph.set(written)
                 graph = None
             written = step.inverse(base, written)
-        return written
+        is_reshaped = written.size == size != value.size
+        return apart(written) if is_reshaped else written
 
     @property
     def _bounds(self) -> tuple[float, float] | None:

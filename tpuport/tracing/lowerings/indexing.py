@@ -14,7 +14,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
 from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
-from tpuport.tracing.core.view_steps import strided_step
+from tpuport.tracing.core.view_steps import spaced_write, strided_step
 from tpuport.tracing.lowerings._numeric import lowest, replaced, value_and_gradient
 from tpuport.tracing.lowerings.basic import cast
 
@@ -85,6 +85,32 @@ def as_strided_scatter(
     step = strided_step(value.size, size, stride, storage_offset or 0)
     made = value_and_gradient(lax.stop_gradient(step.inverse(flat, given)), moved)
     return wrap_as(None, made.reshape(value.shape), meta_of(x), current(), flow_of([x, src]))
+
+
+_IN_PLACE = "XLA for the CPU computes it in place: see `was_read` in core/view_steps.py"
+
+
+@lowering(aten.slice_scatter.default, reason=_IN_PLACE)
+def _slice_scatter(
+    x: jax.Array,
+    source: jax.Array,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> jax.Array:
+    first, _, step = slice(start, end, step).indices(x.shape[dim])
+    if not source.size:
+        return x
+    places = [dim % x.ndim == d for d in range(x.ndim)]
+    starts, strides = [first * p for p in places], [step if p else 1 for p in places]
+    return spaced_write(x, source.astype(x.dtype), starts, strides)
+
+
+@lowering(aten.select_scatter.default, reason=_IN_PLACE)
+def _select_scatter(x: jax.Array, source: jax.Array, dim: int, index: int) -> jax.Array:
+    dim, index = dim % x.ndim, index % x.shape[dim]
+    return _slice_scatter(x, jnp.expand_dims(source, dim), dim, index, index + 1)
 
 
 @lowering(aten.take.default, reason="torchax fills with nan out of range")
