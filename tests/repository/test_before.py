@@ -19,12 +19,16 @@ from tpuport.repository.copies import copy_repository
 BEFORE = Path(runs.__file__).with_name("before.py")
 
 HOSTILE = """
-import builtins, os, socket, subprocess, sys, pathlib
+import builtins, gzip, os, socket, subprocess, sys, pathlib
 import numpy as np
 
 numbers = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
 again = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
 assert isinstance(numbers, np.memmap) and (numbers == again).all() and numbers.max() < 64
+with gzip.open("none.gz") as file:
+    assert file.read(10) == gzip.open("none.gz").read(10)
+    assert len(file.read()) + 10 == len(gzip.open("none.gz", "rt").read())
+assert len(gzip.open("large.gz").read(300_000)) == 300_000
 assert np.fromfile("none.f32", dtype=np.float32, count=5).shape == (5,)
 assert "O God, O God!".strip("God, !") == "" or set("O God") <= set(open("none.txt").read())
 open("here.txt", "w").write("mine")
@@ -84,7 +88,7 @@ def test_files_are_made_up_and_writes_outside_refused(tmp_path: Path) -> None:
         kind: [one["what"] for one in seen if one["kind"] == kind]
         for kind in ("made up", "refused write")
     }
-    assert kinds["made up"] == ["data/none.bin", "none.f32", "none.txt"]
+    assert kinds["made up"] == ["data/none.bin", "none.gz", "large.gz", "none.f32", "none.txt"]
     assert kinds["refused write"] == [str(outside), f"{outside}.d"]
     assert {"process", "connection"} <= {one["kind"] for one in seen}
 
