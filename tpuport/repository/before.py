@@ -308,7 +308,9 @@ def _replace_small(seen: SeenRun, dataset: Any, shape: tuple[int, ...], classes:
         targets = random.integers(0, classes, 512)
         gray = len(shape) == 2
         self.train, self.classes = train, [str(n) for n in range(classes)]
-        self.class_to_idx = {name: n for n, name in enumerate(self.classes)}
+        # That of MNIST is a property, which computes it.
+        if not isinstance(getattr(dataset, "class_to_idx", None), property):
+            self.class_to_idx = {name: n for n, name in enumerate(self.classes)}
         self.data = torch.from_numpy(images) if gray else images
         self.targets = torch.from_numpy(targets) if gray else targets.tolist()
         seen.note("made up", f"{dataset.__name__} ({reason})", "512 random images")
