@@ -1,6 +1,7 @@
 """Weights that torch and jax share: whoever writes them, the other keeps its own values."""
 
 import ctypes
+import io
 import warnings
 from typing import Any
 
@@ -24,6 +25,14 @@ def address(tensor: torch.Tensor) -> int:
 def shared(tensor: torch.Tensor) -> tuple[jax.Array, np.ndarray]:
     array = shared_memory.to_jax(tensor)
     return array, np.array(array)
+
+
+def loaded(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was saved and loaded: torch gives its storage no allocator."""
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file)
 
 
 def by_storage(p: torch.Tensor) -> None:
@@ -111,12 +120,13 @@ def test_memory_that_an_array_of_numpy_knows_is_copied(known):
     assert np.array_equal(np.asarray(array), before)
 
 
-@pytest.mark.parametrize("kind", ["numpy's", "shared", "a view", "bfloat16", "negated"])
+@pytest.mark.parametrize("kind", ["numpy's", "shared", "loaded", "a view", "bfloat16", "negated"])
 def test_other_memory(kind: str):
     base = np.random.default_rng(0).standard_normal((SIZE, SIZE)).astype(np.float32)
     tensor = {
         "numpy's": lambda: torch.from_numpy(base),
         "shared": lambda: torch.randn(SIZE, SIZE).share_memory_(),
+        "loaded": lambda: loaded(torch.randn(SIZE, SIZE)),
         "a view": lambda: torch.randn(SIZE, 2 * SIZE)[:, 1::2],
         "negated": lambda: torch.randn(SIZE, SIZE, dtype=torch.cfloat).conj().imag,
         "bfloat16": lambda: torch.randn(SIZE, SIZE).bfloat16(),

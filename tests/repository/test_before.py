@@ -7,24 +7,35 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tpuport.repository import runs
-from tpuport.repository.before import SeenRun, make_images, make_numbers, make_text
+from tpuport.repository.before import (
+    SeenRun,
+    make_images,
+    make_numbers,
+    make_text,
+    stand_in_for_torchvision,
+)
 from tpuport.repository.copies import copy_repository
 
 BEFORE = Path(runs.__file__).with_name("before.py")
 
 HOSTILE = """
-import builtins, os, socket, subprocess, sys, pathlib
+import builtins, gzip, os, socket, subprocess, sys, pathlib
 import numpy as np
 
 numbers = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
 again = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
 assert isinstance(numbers, np.memmap) and (numbers == again).all() and numbers.max() < 64
+with gzip.open("none.gz") as file:
+    assert file.read(10) == gzip.open("none.gz").read(10)
+    assert len(file.read()) + 10 == len(gzip.open("none.gz", "rt").read())
+assert len(gzip.open("large.gz").read(300_000)) == 300_000
 assert np.fromfile("none.f32", dtype=np.float32, count=5).shape == (5,)
 assert "O God, O God!".strip("God, !") == "" or set("O God") <= set(open("none.txt").read())
 open("here.txt", "w").write("mine")
@@ -84,7 +95,7 @@ def test_files_are_made_up_and_writes_outside_refused(tmp_path: Path) -> None:
         kind: [one["what"] for one in seen if one["kind"] == kind]
         for kind in ("made up", "refused write")
     }
-    assert kinds["made up"] == ["data/none.bin", "none.f32", "none.txt"]
+    assert kinds["made up"] == ["data/none.bin", "none.gz", "large.gz", "none.f32", "none.txt"]
     assert kinds["refused write"] == [str(outside), f"{outside}.d"]
     assert {"process", "connection"} <= {one["kind"] for one in seen}
 
@@ -130,6 +141,35 @@ def test_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = sorted((tmp_path / "0a").rglob("*.png"))
     assert len(files) == 80
     assert np.asarray(image.open(files[0])).shape == (4, 4, 3)
+
+
+def test_data_sets_of_torchvision_are_made_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in has what counts of torchvision: `MNIST.class_to_idx` has no setter."""
+
+    class VisionDataset:
+        def __init__(self, root: str, **transforms: Any) -> None:
+            self.root = root
+
+    class CIFAR10(VisionDataset):
+        def __init__(self, root: str, train: bool = True, **more: Any) -> None:
+            raise RuntimeError("Dataset not found")
+
+    class MNIST(CIFAR10):
+        classes = ("zero",) * 10
+        class_to_idx = property(lambda self: {name: n for n, name in enumerate(self.classes)})
+
+    made = {"VisionDataset": VisionDataset, "CIFAR10": CIFAR10, "MNIST": MNIST}
+    others = {name: type(name, (MNIST,), {}) for name in ("CIFAR100", "FashionMNIST")}
+    datasets = SimpleNamespace(**made, **others, DatasetFolder=type("Folder", (MNIST,), {}))
+    monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(datasets=datasets))
+    monkeypatch.setitem(sys.modules, "torchvision.datasets", datasets)
+    stand_in_for_torchvision(SeenRun(tmp_path, []))
+    for kind, shape in ((CIFAR10, (512, 32, 32, 3)), (MNIST, (512, 28, 28))):
+        found: Any = kind("../data", train=False, download=True)
+        assert found.data.shape == shape
+        assert found.class_to_idx["3"] == 3
 
 
 def test_autocast_is_off(tmp_path: Path) -> None:

@@ -1,17 +1,23 @@
 """`tpuport run`: a script finds what it finds with `python`, and ends as it does there."""
 
+import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import textwrap
 import zipfile
+from concurrent.futures.process import _process_worker  # pyright: ignore[reportPrivateUsage]
 from inspect import signature
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data._utils.worker import _worker_loop
 from typer.testing import CliRunner
 
 from tpuport.cli.app import app
+from tpuport.compat.emulated.child_processes import is_ported
 from tpuport.compat.porting import porting
 from tpuport.compat.runner.run import RunTarget
 from tpuport.compat.runner.run import run as run_program
@@ -234,28 +240,56 @@ def test_what_a_package_fails_to_import_is_its_own_error(run, tmp_path, capsys):
 
 
 SPAWNING = """
-import multiprocessing, pickle
+import json, pickle, sys
+import torch
+import torch.multiprocessing as mp
 
-class Thing:
-    value = 3
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
 
-def work(queue, thing):
-    queue.put(thing.value)
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+def work(rank, seed):
+    torch.manual_seed(seed)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    net, x = Net().to(device), torch.randn(4, 3).to(device)
+    torch.distributed.init_process_group("nccl", "tcp://127.0.0.1:1", rank=rank, world_size=1)
+    loss = net(x)
+    loss.backward()
+    values = [loss.item(), *net.linear.weight.grad.cpu().flatten().tolist()]
+    from tpuport.compat.emulated.settings import active
+    programs = [program.model for program in active().report.programs]
+    with open(sys.argv[1], "w") as file:
+        json.dump([values, device.type, programs, active().eager, active().rtol], file)
 
 if __name__ == "__main__":
-    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    child = context.Process(target=work, args=(queue, Thing()))
-    child.start()
-    print(queue.get(timeout=60))
-    child.join()
+    assert type(pickle.loads(pickle.dumps(Net()))) is Net
+    mp.spawn(work, args=(5,), nprocs=torch.cuda.device_count(), join=False)
 """
 
 
-def test_pickling_and_spawning_find_the_main_module(run, capsys):
-    assert run(SPAWNING) == 0
-    assert capsys.readouterr().out == "3\n"
+def test_what_the_script_spawns_is_ported_and_waited_for(run, tmp_path):
+    assert run(SPAWNING, "found.json", eager=("Other",), rtol=1e-3, verify=False) == 0
+    values, device, programs, eager, rtol = json.loads(Path("found.json").read_text())
+    torch.manual_seed(5)
+    linear, x = torch.nn.Linear(3, 2), torch.randn(4, 3)
+    loss = linear(x).square().mean()
+    loss.backward()
+    assert linear.weight.grad is not None
+    torch.testing.assert_close(values, [loss.item(), *linear.weight.grad.flatten().tolist()])
+    assert (device, programs, eager, rtol) == ("cuda", ["Net"], ["Other"], 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("target", "ported"),
+    [(textwrap.dedent, True), (None, True), (_worker_loop, False), (_process_worker, False)],
+)
+def test_workers_of_loaders_and_pools_run_plain_python(target, ported: bool):
+    process = multiprocessing.get_context("spawn").Process(target=target)
+    assert is_ported(process) is ported
 
 
 # The trace.

@@ -2,17 +2,21 @@
 
 import json
 import shutil
+import sys
 import textwrap
+import types
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tpuport.cli.app import app
 from tpuport.verify.compare import Recording, behaviour, interface, numbers
+from tpuport.verify.files import compare_files
 
 TRAIN = """
 import sys
@@ -222,3 +226,26 @@ def test_a_script_with_two_optimizers_and_a_planted_difference(tmp_path, monkeyp
     assert "The script ended after 3 steps." in found["notes"]
     result = CliRunner().invoke(app, ["verify", "gan.py", "--json"])
     assert result.exit_code == 0, result.output
+
+
+def test_a_file_with_a_whole_module_is_compared_without_its_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Net(torch.nn.Linear):
+        pass
+
+    script = types.ModuleType("their_script")
+    script.Net = Net  # pyright: ignore[reportAttributeAccessIssue]
+    Net.__module__, Net.__qualname__ = "their_script", "Net"
+    monkeypatch.setitem(sys.modules, "their_script", script)
+    net = Net(2, 3)
+    for side, added in (("eager", 0.0), ("ported", 0.25)):
+        (tmp_path / side).mkdir()
+        with torch.no_grad():
+            net.bias.fill_(1.0).add_(added)
+        torch.save({"net": net, "step": 3}, tmp_path / side / "model.pt")
+    monkeypatch.delitem(sys.modules, "their_script")
+    found = compare_files(tmp_path / "eager", tmp_path / "ported")
+    assert found.problems == []
+    assert found.errors == [("model.pt", pytest.approx(0.25))]
+    assert "their_script" not in sys.modules

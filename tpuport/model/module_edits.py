@@ -57,10 +57,7 @@ def _kept(leaf: Any) -> torch.Tensor | None:
         return None
     if leaf.nbytes <= _SMALL:
         return leaf.detach().clone()
-    try:
-        return torch._lazy_clone(leaf.detach())  # pyright: ignore[reportPrivateImportUsage]
-    except RuntimeError:  # memory that torch did not allocate
-        return None
+    return shared_memory.try_lazy_clone(leaf)
 
 
 def _is_written(leaf: Any, kept: torch.Tensor | None) -> bool:

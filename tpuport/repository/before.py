@@ -9,9 +9,11 @@ It is no sandbox: code that wants to get around it can.
 """
 
 import builtins
+import gzip
 import hashlib
 import importlib
 import importlib.util
+import io
 import json
 import os
 import sys
@@ -190,6 +192,44 @@ def make_images(target: Path) -> str:
     return f"{_CLASSES} classes of {_IMAGES_OF_CLASS} random images"
 
 
+class MadeUpBytes(io.BytesIO):
+    """Random characters, as many as a text has, or as the first read asks for if that is more."""
+
+    def __init__(self, name: str) -> None:
+        self._random = np.random.default_rng(list(name.encode()))
+        super().__init__(self._picked(_TEXT_SIZE))
+
+    def _picked(self, count: int) -> bytes:
+        characters = np.frombuffer(_CHARACTERS.encode(), np.uint8)
+        return characters[self._random.integers(0, len(characters), count, np.uint8)].tobytes()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read so many bytes, or all."""
+        missing = (size or 0) - len(self.getbuffer())
+        if missing > 0 and self.tell() == 0:
+            self.seek(0, io.SEEK_END)
+            self.write(self._picked(missing))
+            self.seek(0)
+        return super().read(size)
+
+
+def stand_in_for_archives(seen: SeenRun) -> None:
+    """Make `gzip.open` find characters where there is no file, such as the one of enwik8."""
+    real = gzip.open
+
+    def open_(filename: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(filename, (str, os.PathLike))
+        if not is_path or not mode.startswith("r") or os.path.exists(filename):
+            return real(filename, mode, *args, **kwargs)
+        name = os.fspath(filename)
+        seen.note("made up", name, "random characters")
+        made = MadeUpBytes(name)
+        return io.TextIOWrapper(made, encoding="ascii") if "t" in mode else made
+
+    place: Any = gzip
+    place.open = open_
+
+
 def stand_in_for_files(seen: SeenRun) -> None:
     """Make `numpy.memmap`, `numpy.fromfile` and `open` find files of numbers and text."""
     real_map, real_file, real_open = np.memmap, np.fromfile, builtins.open
@@ -268,7 +308,9 @@ def _replace_small(seen: SeenRun, dataset: Any, shape: tuple[int, ...], classes:
         targets = random.integers(0, classes, 512)
         gray = len(shape) == 2
         self.train, self.classes = train, [str(n) for n in range(classes)]
-        self.class_to_idx = {name: n for n, name in enumerate(self.classes)}
+        # That of MNIST is a property, which computes it.
+        if not isinstance(getattr(dataset, "class_to_idx", None), property):
+            self.class_to_idx = {name: n for n, name in enumerate(self.classes)}
         self.data = torch.from_numpy(images) if gray else images
         self.targets = torch.from_numpy(targets) if gray else targets.tolist()
         seen.note("made up", f"{dataset.__name__} ({reason})", "512 random images")
@@ -325,6 +367,7 @@ def prepare() -> SeenRun:
         turn_autocast_off(seen)
     if settings["made_up"]:
         stand_in_for_files(seen)
+        stand_in_for_archives(seen)
         for package in settings["packages"]:
             if package in _PACKAGES and importlib.util.find_spec(package) is not None:
                 _PACKAGES[package](seen)

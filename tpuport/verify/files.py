@@ -1,5 +1,6 @@
 """Images and tensors that two runs wrote, compared."""
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
+
+from tpuport.verify.pickled import PickledObject, load_pickled
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 _TENSORS = {".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npy", ".npz"}
@@ -80,7 +83,11 @@ def _arrays(path: Path) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     elif suffix == ".safetensors":
         yield from ((name, t.double().numpy()) for name, t in load_file(path).items())
     else:
-        yield from _leaves("", torch.load(path, map_location="cpu", weights_only=True))
+        try:
+            held = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:  # a whole module, or another object of the script
+            held = load_pickled(path)
+        yield from _leaves("", held)
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
@@ -88,6 +95,8 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, np.ndarray[Any, Any]]]
         yield name, value.detach().double().numpy()
     elif isinstance(value, (int, float)):
         yield name, np.asarray(float(value))
+    elif isinstance(value, PickledObject):
+        yield from _leaves(name, value.content)
     elif isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}", part)

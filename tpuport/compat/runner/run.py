@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tpuport.compat.emulated import costs, replicas
+from tpuport.compat.emulated import child_processes, costs, replicas
 from tpuport.compat.emulated.settings import PortingSettings
 from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
 from tpuport.compat.porting import porting
@@ -113,6 +113,8 @@ def run(
         settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
             status = _execute(program)
+            if status == 0:
+                status = _join_children()
         if report is not None:
             settings.report.save(report)
         if status == 0 and not quiet:
@@ -152,6 +154,15 @@ def _execute(program: RunTarget) -> int:
         raise
     except BaseException as error:
         return _shown(error)
+    return 0
+
+
+def _join_children() -> int:
+    """Wait for the ported processes that the script has started; return the exit status."""
+    try:
+        child_processes.join_started()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     return 0
 
 

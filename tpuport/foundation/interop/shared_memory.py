@@ -65,13 +65,24 @@ def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor that shares its memory until either is written, if it can."""
-    if not is_private(tensor):
-        return tensor.detach().clone()
+    made = try_lazy_clone(tensor) if is_private(tensor) else None
+    return tensor.detach().clone() if made is None else made
+
+
+def try_lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return torch's lazy clone of a tensor, or None where its memory cannot be shared so.
+
+    The storage of a tensor of `torch.load` has no allocator, which the first write to the tensor or
+    to its lazy clone asks for the copy: the process would end there. Only a storage that can be
+    resized is known to have one.
+    """
+    if not tensor.untyped_storage().resizable():
+        return None
     with torch.no_grad():
         try:
             return torch._lazy_clone(tensor.detach())  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError:  # memory that torch did not allocate: a file's, shared, numpy's
-            return tensor.detach().clone()
+            return None
 
 
 def is_private(tensor: torch.Tensor) -> bool:
