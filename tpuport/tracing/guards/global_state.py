@@ -26,6 +26,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.sealed import Sealed
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
+from tpuport.tracing.guards.copies import Same, SameOrCopy
 
 _CONTAINERS = (list, dict, set, deque)
 _BASES = (list, tuple, dict, set, frozenset, deque)
@@ -285,9 +286,9 @@ class _Freezer:
         known = self._known.get(id(value))
         if known is not None:
             return known
-        self._known[id(value)] = _Same(value)
+        self._known[id(value)] = Same(value)
         self._left -= 1
-        made = self._known[id(value)] = self._contents(value) if self._left > 0 else _Same(value)
+        made = self._known[id(value)] = self._contents(value) if self._left > 0 else Same(value)
         return made
 
     def _contents(self, value: Any) -> Any:
@@ -295,7 +296,7 @@ class _Freezer:
         base = _base_of(value)
         if base is not None:
             if base.__len__(value) > self._left:
-                return (_Same(value), base.__len__(value))
+                return (Same(value), base.__len__(value))
             self.identities.container(value)
             if kind in _CONTAINERS:
                 self.mutable.append(value)
@@ -306,13 +307,13 @@ class _Freezer:
             return (kind, frozenset(v if isinstance(v, VALUES) else id(v) for v in members))
         if isinstance(value, np.ndarray):
             if value.nbytes > _MOST_BYTES or value.dtype == object:
-                return _Same(value)
+                return Same(value)
             self.identities.other(_has_bytes, value, value.tobytes())
             return (kind, value.shape, value.tobytes())
         if isinstance(value, contextvars.ContextVar):
             now = value.get(MISSING)
             self.identities.other(_has_value, value, now)
-            return (_Same(value), self._frozen(now))
+            return (Same(value), self._frozen(now))
         if isinstance(value, dict):
             items = tuple((k if isinstance(k, VALUES) else id(k), v) for k, v in dict.items(value))
             return (kind, tuple((k, self._frozen(v)) for k, v in items), self._attributes(value))
@@ -322,8 +323,8 @@ class _Freezer:
         kind = type(value)
         opaque = (*pytree.ATOMS, torch.Tensor, torch.nn.Module, weakref.ref, torch.Generator)
         if isinstance(value, opaque) or kind.__module__.split(".")[0] in pytree.OPAQUE:
-            return None if isinstance(value, dict) else _Same(value)
-        held = pytree.attributes_of(value)
+            return None if isinstance(value, dict) else Same(value)
+        held, number = pytree.attributes_of(value), len(self._known)
         names = [name for name in held if self._reads.reads(name)]
         space = getattr(value, "__dict__", None)
         if isinstance(space, dict):
@@ -334,7 +335,7 @@ class _Freezer:
             self.identities.other(_has_attributes, value, slots)
         bound = (value.args, value.keywords) if isinstance(value, functools.partial) else ()
         return (
-            None if isinstance(value, dict) else _Same(value),
+            None if isinstance(value, dict) else SameOrCopy(value, number),
             tuple((name, self._frozen(held[name])) for name in names),
             tuple(map(self._frozen, bound)),
         )
@@ -394,20 +395,6 @@ def _holds_tensor_of_a_call(value: Any) -> bool:
         isinstance(leaf, TracedTensor) or (isinstance(leaf, torch.Tensor) and not leaf.is_leaf)
         for leaf in leaves
     ) or any(isinstance(static, Sealed) for static in pytree.statics_of(spec))
-
-
-class _Same:
-    """An object compared by identity, kept alive so that no other object gets its id."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.value is self.value
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 _INTERNAL = frozenset(torch.nn.Module().__dict__)
