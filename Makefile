@@ -19,7 +19,7 @@ demo: $(VENV)/.installed-demo ## port two real models and print the report
 	$(BIN)/tpuport demo
 
 tpu: $(VENV)/.installed-demo ## run everything on the TPU or GPU of this machine, write tpuport-measurement/
-	@$(INSTALL) -e ".[tpu]"
+	@$(INSTALL) -e ".[$(if $(shell command -v nvidia-smi),gpu,tpu)]"
 	$(BIN)/tpuport doctor --measure
 
 # More processes than two want more than 16 GiB of memory. A process that is through takes tests from

@@ -6,6 +6,7 @@ and one in which the packages below are the newest, and runs the same tests in b
 """
 
 import argparse
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -13,12 +14,28 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 FREED = ("torch", "torchax", "jax", "jaxlib", "libtpu")
 # The tests that notice most of what a newer version changes.
 TESTS = ("tests/exactness", "tests/model", "tests/training", "tests/zoo", "tests/running")
 _OUTCOME = re.compile(r"^(FAILED|ERROR) (\S+)")
+
+
+# XLA ends the process at a flag that it does not know, and the one of jaxlib 0.11 lacks this one.
+_EMITTERS = "xla_cpu_use_fusion_emitters"
+
+
+def fusion_emitters(*, used: bool) -> dict[str, Any]:
+    """Return XLA's option for its newer emitters of loops; nothing where jaxlib has none."""
+    major, minor = importlib.metadata.version("jaxlib").split(".")[:2]
+    return {_EMITTERS: used} if (int(major), int(minor)) < (0, 11) else {}
+
+
+def without_emitters() -> list[str]:
+    """Return what turns them off in `XLA_FLAGS`."""
+    return [f"--{name}=false" for name in fusion_emitters(used=False)]
 
 
 @dataclass(frozen=True)

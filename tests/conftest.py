@@ -11,13 +11,15 @@ import sys
 import pytest
 from hypothesis import settings
 
+from benchmarks.newer_versions import without_emitters
+
 # jax reads these once, when it is first imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
 _FLAGS = (
     "--xla_force_host_platform_device_count=8",
     # XLA's optimisations are not under test: without its newer emitters of loops and with one LLVM
     # module a program, compiling takes four tenths of its time. tests/exactness has the emitters.
-    "--xla_cpu_use_fusion_emitters=false",
+    *without_emitters(),
     "--xla_cpu_parallel_codegen_split_count=1",
 )
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()

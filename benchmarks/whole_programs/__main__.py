@@ -9,14 +9,20 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.newer_versions import without_emitters
+
 # jax reads these once, when it is first imported: as in tests/conftest.py.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault(
     "XLA_FLAGS",
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-    " --xla_cpu_multi_thread_eigen=false",
+    " ".join(
+        (
+            *without_emitters(),
+            *("--xla_cpu_parallel_codegen_split_count=1", "--xla_cpu_multi_thread_eigen=false"),
+        )
+    ),
 )
 
 import jax

@@ -7,10 +7,12 @@ import jax
 import pytest
 from jax._src import compiler
 
+from benchmarks.newer_versions import fusion_emitters
+
 # What tests/conftest.py turned off and one program can ask for again. The number of LLVM modules
 # stays at one: it is read once a process, and decides how a program is compiled, not what it
 # computes.
-_AS_BY_DEFAULT = {"xla_cpu_use_fusion_emitters": True}
+_AS_BY_DEFAULT = fusion_emitters(used=True)
 # Here what XLA folds, fuses and reorders may show: rounding, poles, ties and whole numbers.
 # Errors, draws, guards, what a call leaves behind, which elements a write or a mask reaches and
 # what has a gradient are the same however XLA rounds. `make test-all` compiles all as users do.

@@ -62,10 +62,17 @@ def test_rates_are_positive(bench: Bench, job: Any):
 
 def test_narrow_products_are_expected_to_fill_less(bench: Bench):
     assert bench.chip is not None
-    full, narrow, _, int8 = rates.products(bench)
+    full, narrow, rounded, exact, int8 = rates.products(bench)
     share = bench.chip.fill(32, 128)
     assert narrow.expected == pytest.approx(share * (full.expected or 0))
     assert int8.expected == pytest.approx(2 * (full.expected or 0))
+    # A product of float32 takes six of bf16, unless its operands may be rounded to bf16.
+    assert rounded.expected == pytest.approx(full.expected)
+    assert exact.expected == pytest.approx((full.expected or 0) / 6)
+    assert (rounded.name, exact.name) == (
+        "product, float32, operands rounded",
+        "product, float32, as tpuport computes",
+    )
     assert [one.feeds for one in (full, narrow, int8)] == ["dense_efficiency", "", "int8_ops"]
 
 
@@ -74,6 +81,15 @@ def test_links_and_collectives_need_several_devices(bench: Bench):
     assert list(links.links(alone)) == list(links.collectives(alone)) == []
     assert {"links", "collectives", "kernel ring"} <= worker.jobs_of(bench, ()).keys()
     assert not {"links", "collectives", "kernel ring"} & worker.jobs_of(alone, ()).keys()
+
+
+def test_a_gpu_gives_no_times_of_kernels_that_a_port_does_not_call_there(bench: Bench):
+    gpu = dataclasses.replace(
+        bench, device=dataclasses.replace(bench.device, platform="gpu", small=False)
+    )
+    assert "kernel times" in worker.jobs_of(bench, ())
+    assert "kernel times" not in worker.jobs_of(gpu, ())
+    assert "kernel splash" in worker.jobs_of(gpu, ())
 
 
 def test_each_link_is_measured(bench: Bench, monkeypatch: pytest.MonkeyPatch):

@@ -12,6 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from tpuport.cost.walking import PALLAS, inner_jaxprs, open_jaxpr
+from tpuport.foundation.interop.scan_params import scan_counts
 
 # Primitives that pass an array on with its values unchanged.
 _SAME = ("convert_element_type", "copy", "copy_p", "device_put", "sharding_constraint")
@@ -65,7 +66,7 @@ def _passed(eqn: Any, inner: Any, known: _Known) -> _Known:
     if eqn.primitive.name == "cond":
         operands = operands[1:]
     elif eqn.primitive.name == "scan":
-        operands = operands[: eqn.params["num_consts"]]
+        operands = operands[: scan_counts(eqn.params)[0]]
     if eqn.primitive.name == "while" or len(operands) > len(inner.invars):
         return {}
     passed = {}

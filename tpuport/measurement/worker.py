@@ -25,6 +25,8 @@ def jobs_of(bench: Any, targets: Iterable[str]) -> dict[str, Job]:
     from tpuport.measurement import kernels, links, programs, rates
 
     several = bench.device.count > 1
+    # A GPU has kernels in Pallas' interpreter only, and a port there does not call them.
+    on_gpu = bench.device.platform == "gpu"
     checks = (*kernels.CHECKS, *(kernels.SHARDED if several else ()))
     return {
         "products": partial(rates.products, bench),
@@ -33,7 +35,7 @@ def jobs_of(bench: Any, targets: Iterable[str]) -> dict[str, Job]:
         **({"links": partial(links.links, bench)} if several else {}),
         **({"collectives": partial(links.collectives, bench)} if several else {}),
         **{f"kernel {one.name}": partial(kernels.compare, one, bench) for one in checks},
-        "kernel times": partial(kernels.times, bench),
+        **({} if on_gpu else {"kernel times": partial(kernels.times, bench)}),
         **{
             f"program {programs.name_of(target)}": partial(programs.measure, target, bench)
             for target in targets

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from benchmarks.newer_versions import fusion_emitters
 from tests.exactness.scenario import (
     RTOL,
     assert_same,
@@ -27,7 +28,7 @@ BF16 = torch.bfloat16
 QUICK: Any = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
+    **fusion_emitters(used=False),
 }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from tpuport.foundation.interop.scan_params import scan_counts
 from tpuport.tracing.core.paths import CALLS, INLINED, RECOMPUTED
 
 
@@ -35,7 +36,7 @@ def run_with(
 def _scanned(
     params: dict[str, Any], body: Callable[..., list[Any]], operands: Sequence[Any]
 ) -> list[Any]:
-    first, carried = params["num_consts"], params["num_carry"]
+    first, carried = scan_counts(params)
     consts, carry = operands[:first], list(operands[first : first + carried])
 
     def step(carry: list[Any], rows: list[Any]) -> Any:

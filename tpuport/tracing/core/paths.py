@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import api_util
 from jax.extend import core
 
+from tpuport.foundation.interop.scan_params import scan_counts
 from tpuport.tracing.core.view_steps import replace_value
 
 
@@ -148,8 +149,8 @@ def _settled(body: list[Path], carried: int, before: int, feed: int) -> list[Pat
 
 
 def _scan(paths: Paths, eqn: Any) -> list[Path]:
-    body, params = paths.of(eqn.params["jaxpr"]), eqn.params
-    return _settled(body, params["num_carry"], params["num_consts"], len(eqn.invars))
+    consts, carried = scan_counts(eqn.params)
+    return _settled(paths.of(eqn.params["jaxpr"]), carried, consts, len(eqn.invars))
 
 
 def _while(paths: Paths, eqn: Any) -> list[Path]:

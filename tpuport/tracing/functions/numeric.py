@@ -89,12 +89,16 @@ def _cov(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return ((centred * share) @ centred.mT.conj() / norm.clamp(min=0)).squeeze()
 
 
-@function(torch.nn.functional.linear_cross_entropy)
 def _linear_cross_entropy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     """Compute the loss whole: how it is cut into chunks is XLA's business."""
     if kwargs.get("options") is None or not holds_traced(trace, [*args, *kwargs.values()]):
         return NotImplemented
     return func(*args, **kwargs | {"options": None})
+
+
+# The one function here that torch 2.11 does not have yet.
+if hasattr(torch.nn.functional, "linear_cross_entropy"):
+    function(torch.nn.functional.linear_cross_entropy)(_linear_cross_entropy)
 
 
 @function(torch.nn.functional.one_hot)

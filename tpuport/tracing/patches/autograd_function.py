@@ -379,7 +379,9 @@ def _conjugate(gradients: Any) -> Any:
 
 def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor]) -> Any:
     backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
-    return backward(context, grads) if cls.boxed_grads_call else backward(context, *grads)
+    # torch 2.11 has no such attribute: gradients are always arguments of their own there.
+    boxed = getattr(cls, "boxed_grads_call", False)
+    return backward(context, grads) if boxed else backward(context, *grads)
 
 
 def apply_function(trace: Trace, cls: Any, args: tuple[Any, ...]) -> Any:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from tpuport.foundation.interop.scan_params import scan_counts
 from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.verify.ports.on_numpy import evaluate
 
@@ -254,7 +255,8 @@ class _Interpreter:
 
     def _scan(self, eqn: Any, cells: list[_Cell]) -> list[_Cell]:
         p = eqn.params
-        a, b = p["num_consts"], p["num_consts"] + p["num_carry"]
+        a, carried = scan_counts(p)
+        b = a + carried
         carry, rounds = cells[a:b], range(p["length"])
         kept: dict[int, list[_Cell]] = {}
         for i in reversed(rounds) if p["reverse"] else rounds:
