@@ -147,7 +147,31 @@ BINARY: dict[str, Function] = {
     "index_reduce": lambda a, b: a[:13].index_reduce(0, PLACES[:13] % 5, b[:13], "amax"),
 }
 
-TABLES = {"unary": (UNARY, (POINTS,)), "binary": (BINARY, PAIRS)}
+NOT_FINITE = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0, 0.0])
+NOT_FINITE_PAIRS = tuple(
+    p.reshape(-1) for p in torch.meshgrid(NOT_FINITE, NOT_FINITE, indexing="ij")
+)
+AT_NAN: dict[str, Function] = {
+    **{
+        name: getattr(F, name)
+        for name in """elu selu celu silu mish softplus logsigmoid hardswish hardsigmoid hardtanh
+        relu relu6 hardshrink softshrink leaky_relu tanhshrink""".split()
+    },
+    **{name: getattr(torch, name) for name in "abs max min amax nansum nan_to_num".split()},
+    "clamp": lambda x: x.clamp(-1, 1),
+    "clamp_min": lambda x: x.clamp(min=torch.tensor(0.0)),
+    "max of half": lambda x: torch.max(x.bfloat16()).float(),
+}
+BOTH_AT_NAN: dict[str, Function] = {
+    name: getattr(torch, name) for name in "maximum minimum fmax fmin".split()
+}
+
+TABLES = {
+    "unary": (UNARY, (POINTS,)),
+    "binary": (BINARY, PAIRS),
+    "unary at nan": (AT_NAN, (NOT_FINITE,)),
+    "binary at nan": (BOTH_AT_NAN, NOT_FINITE_PAIRS),
+}
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -110,7 +110,7 @@ class BoundProgram:
             for value in (*args, *kwargs.values())
             if type(value) not in _STATIC
         ]
-        key = fresh_key() if outcome.uses_key else unused_key()
+        key = ported._last_key = fresh_key() if outcome.uses_key else unused_key()
         outs, new_state, _, _, code = compiled.run(picked, key, values)
         raise_failed(self._checks, code)
         if new_state:

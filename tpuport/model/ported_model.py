@@ -18,7 +18,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.foundation.pytree.sealed import apart
 from tpuport.generation import generate
-from tpuport.model import lowering, pure, report_builder, unread_arguments
+from tpuport.model import after_error, lowering, pure, report_builder, unread_arguments
 from tpuport.model.bound_program import BoundProgram, kinds_of
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
@@ -114,9 +114,19 @@ class PortedModel(PortedState):
         return lambda *args, **kwargs: call(name, args, kwargs)
 
     def _quick_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method. If the code raises, what it wrote until then stays, as in eager."""
+        try:
+            return self._called_quickly(method, args, kwargs)
+        except Exception as error:
+            if after_error.is_of_the_code(error, (args, kwargs)):
+                after_error.follow(self, method, args, kwargs)
+            raise
+
+    def _called_quickly(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a method: by its bound program if there is one for such arguments."""
         if self._edits is not None or self._mode is not None:
             self._take_edits()
+        self._last_key = None
         kinds, version = kinds_of(method, args, kwargs), self._state_version
         is_due = self._sampler is not None and self._sampler.is_due()
         bound = None if is_due else self._bound.get((kinds, version))
@@ -194,6 +204,7 @@ class PortedModel(PortedState):
         arguments.refuse_offsets(leaves, given.paths, compiled.outcome.placed)
         timing = compile_times(self.report) if is_new else contextlib.nullcontext()
         key = fresh_key() if compiled.outcome.uses_key else unused_key()
+        self._last_key = key
         return BoundCall(compiled, leaves, given, state, key, timing)
 
     def _flattened(

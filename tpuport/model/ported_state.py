@@ -77,6 +77,8 @@ class PortedState:
         # The memory of state that results of calls share, by name.
         self._memories: MutableMapping[str, StateMemory] = weakref.WeakValueDictionary()
         self._edits: ModuleEdits | None = None
+        # The key of the newest call, for what it leaves behind if it raises.
+        self._last_key: jax.Array | None = None
         # The mode that the user's module had, until the port is given one of its own.
         self._mode = target.training if is_module else None
 

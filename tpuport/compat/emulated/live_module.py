@@ -16,6 +16,7 @@ from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
 from tpuport.foundation.pytree.clone import Cloner, clone_module
 from tpuport.generation import generate
+from tpuport.model import after_error
 from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients as parity
@@ -110,8 +111,14 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
+        self._last_key = None
         with without_saved_tensors_hooks():
-            out = self._call_at_length(method, args, kwargs)
+            try:
+                out = self._call_at_length(method, args, kwargs)
+            except Exception as error:
+                if after_error.is_of_the_code(error, (args, kwargs)):
+                    after_error.repeat(self, self._user, method, args, kwargs)
+                raise
         if self._outside_values.changed():
             # Values that the call set at its first use.
             self._outside_values = self._outside.snapshot()

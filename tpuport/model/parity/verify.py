@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +74,26 @@ def takes_gradients(error: BaseException) -> bool:
     """Return whether code failed without its saved tensors, because it takes gradients itself."""
     # torch.func refuses hooks on what it saves.
     return isinstance(error, SavedTensorNeeded) or "saved tensor hooks" in str(error)
+
+
+@contextlib.contextmanager
+def in_eager(call: Call, *modes: Any, saves: bool = True) -> Iterator[None]:
+    """Run the code of a call in eager PyTorch, under modes, as its program does.
+
+    Unless `saves`, nothing is kept for a backward pass of a call whose gradients are not compared.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(SWAPS)
+        stack.enter_context(eager_compiled())
+        stack.enter_context(installed((Uncheckpointed, ManualSeed, TruncatedNormal)))
+        for mode in modes:
+            stack.enter_context(mode)
+        stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))
+        if not (call.trainable or saves):
+            stack.enter_context(without_saved_tensors())
+        stack.enter_context(part_of_program())
+        stack.enter_context(call.tracer.casting.in_force())
+        yield
 
 
 @dataclass(frozen=True)
@@ -171,7 +191,7 @@ class Verifier:
         `on_module` is called with the copy of the module that runs.
         """
         numbers = next((m for m in modes if isinstance(m, SameNumbers)), SameNumbers(call.key))
-        casting, module = call.tracer.casting, None
+        module = None
         function: Callable[..., Any] = self.target  # type: ignore[assignment]
         if call.module is not None:
             module = self.ported._eager(call.module, call.values())
@@ -181,18 +201,8 @@ class Verifier:
                 on_module(module)
         args, kwargs = host_arguments((call.args, call.kwargs), numbers)
         _put_on_accelerator(module, self.target, (args, kwargs))
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(SWAPS)
-            stack.enter_context(eager_compiled())
-            stack.enter_context(installed((Uncheckpointed, ManualSeed, TruncatedNormal)))
-            for mode in modes:
-                stack.enter_context(mode)
-            stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))
-            if not (call.trainable or self.saves):
-                stack.enter_context(without_saved_tensors())
-            stack.enter_context(part_of_program())
-            stack.enter_context(casting.in_force())
-            out = casting.restored(function(*args, **kwargs))
+        with in_eager(call, *modes, saves=self.saves):
+            out = call.tracer.casting.restored(function(*args, **kwargs))
         supplied = numbers if numbers in modes else None
         return Reference(out, module, (args, kwargs), 0.0, numbers=supplied)
 

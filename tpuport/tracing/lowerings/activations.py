@@ -72,7 +72,7 @@ def _mish(x: jax.Array) -> jax.Array:
 def _hardtanh(x: jax.Array, min_val: float = -1, max_val: float = 1) -> jax.Array:
     low, high = jnp.asarray(min_val, x.dtype), jnp.asarray(max_val, x.dtype)
     value = jnp.where(x <= low, low, jnp.where(x >= high, high, x))
-    return value_and_gradient(value, jnp.where((x > low) & (x < high), x, 0))
+    return value_and_gradient(value, jnp.where((x <= low) | (x >= high), 0, x))
 
 
 @lowering(aten.hardsigmoid.default, reason=_AT_BOUNDS)
@@ -85,9 +85,19 @@ def _hardsigmoid(x: jax.Array) -> jax.Array:
 @lowering(aten.hardswish.default, reason=_AT_BOUNDS)
 def _hardswish(x: jax.Array) -> jax.Array:
     wider = wide(x)
-    inside = wider < 3
+    inside = (wider > -3) & (wider < 3)
     curve = jnp.where(inside, wider, 0)
-    return jnp.where(wider <= -3, 0, jnp.where(inside, curve * (curve + 3) / 6, wider))
+    value = jnp.where(wider <= -3, 0, jnp.where(inside, curve * (curve + 3) / 6, wider))
+    # torch multiplies -inf by zero.
+    return value_and_gradient(jnp.where(jnp.isneginf(wider), jnp.nan, value), value)
+
+
+@lowering(aten.softshrink.default, reason="torch passes the gradient of nan on, torchax does not")
+def _softshrink(x: jax.Array, lambd: Any = 0.5) -> jax.Array:
+    wider = wide(x)
+    is_small = (wider >= -lambd) & (wider <= lambd)
+    value = jnp.where(is_small, 0, wider - jnp.sign(wider) * lambd)
+    return value_and_gradient(value, jnp.where(is_small, 0, wider))
 
 
 @lowering(aten.gelu.default, reason=_ROUNDS)

@@ -257,6 +257,7 @@ def _clamp_max(x: jax.Array, max: Any) -> jax.Array:
 
 
 _AT_ZERO = "torchax's gradient is nan at zero"
+_OF_NAN = "torch gives the gradient of a result that is nan to both operands"
 _AT_TIES = "torchax's gradient of equal operands goes to the second"
 
 
@@ -352,6 +353,27 @@ def _times_log(x: Any, y: Any, log: Callable[[jax.Array], jax.Array], pole: int)
 
     product.defvjp(lambda x, y: (product(x, y), (x, y)), pulled_back)
     return product(x, y)
+
+
+def _shared_at_ties(value: jax.Array, x: jax.Array, y: jax.Array, first: jax.Array) -> jax.Array:
+    """Return `value`, with the gradient of `x` where it is `first`, and of both at ties and nan."""
+    if not is_float(value):
+        return value
+    second = ~first & (x != y) & ~(jnp.isnan(x) | jnp.isnan(y))
+    both = jnp.where(second, 0, x) + jnp.where(first, 0, y)
+    return value_and_gradient(value, jnp.where(x == y, both / 2, both))
+
+
+@lowering(aten.maximum.default, reason=_OF_NAN)
+def _maximum(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = _promoted(x, y)
+    return _shared_at_ties(jnp.maximum(x, y), x, y, x > y)
+
+
+@lowering(aten.minimum.default, reason=_OF_NAN)
+def _minimum(x: jax.Array, y: jax.Array) -> jax.Array:
+    x, y = _promoted(x, y)
+    return _shared_at_ties(jnp.minimum(x, y), x, y, x < y)
 
 
 @lowering(aten.fmax.default, reason=_AT_TIES)

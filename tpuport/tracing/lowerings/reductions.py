@@ -15,7 +15,14 @@ from jax import lax
 from tpuport.foundation.interop import backend
 from tpuport.tracing.core.cumulative import cumulative
 from tpuport.tracing.core.lowering_registry import SAME, lowering
-from tpuport.tracing.lowerings._numeric import absolute, at_least_1d, axes_of, is_float, wide
+from tpuport.tracing.lowerings._numeric import (
+    absolute,
+    at_least_1d,
+    axes_of,
+    is_float,
+    value_and_gradient,
+    wide,
+)
 from tpuport.tracing.lowerings.basic import cast
 
 aten = torch.ops.aten
@@ -24,6 +31,8 @@ _TIES = (
     "torchax shares the gradient among equal elements;"
     " torch gives it to the one whose index it returns"
 )
+
+_OF_NAN = "torchax's gradient of a maximum that is nan is nan, torch gives it to those elements"
 
 
 def _held(x: jax.Array, dtype: torch.dtype | None) -> jax.Array:
@@ -212,6 +221,25 @@ def _max(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.
 @lowering(aten.min.dim, reason=_TIES)
 def _min(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.Array]:
     return _extreme(x, dim, keepdim, False)
+
+
+def _extreme_of_all(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `value`, with the gradient shared by the elements that are equal to it, nan too."""
+    if not is_float(x):
+        return value
+    equal = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
+    shared = jnp.sum(jnp.where(equal, x, 0)) / jnp.sum(equal).astype(x.dtype)
+    return value_and_gradient(value, shared.astype(x.dtype))
+
+
+@lowering(aten.max.default, reason=_OF_NAN)
+def _max_of_all(x: jax.Array) -> jax.Array:
+    return _extreme_of_all(x, jnp.max(x))
+
+
+@lowering(aten.min.default, reason=_OF_NAN)
+def _min_of_all(x: jax.Array) -> jax.Array:
+    return _extreme_of_all(x, jnp.min(x))
 
 
 @lowering(aten.argmax.default, reason="torchax keeps no dims for keepdim=True without a dim")

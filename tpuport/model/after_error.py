@@ -1,0 +1,85 @@
+"""What a call that raises leaves behind: eager PyTorch keeps what it wrote until then."""
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.core
+import torch
+
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import TpuportError
+from tpuport.model.parity.call import Call
+from tpuport.model.parity.same_numbers import SameNumbers
+from tpuport.model.parity.verify import host_arguments, in_eager
+from tpuport.tracing.core.keys import next_key
+
+# Memory that ran out, or a device that failed, is no error of the code.
+_OF_THE_MACHINE = ("jax", "jaxlib")
+
+
+def is_of_the_code(error: Exception, given: Any) -> bool:
+    """Return whether the ported code raised an error, in a call that has values."""
+    if isinstance(error, (TpuportError, MemoryError)):
+        return False
+    if type(error).__module__.partition(".")[0] in _OF_THE_MACHINE:
+        return False
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in pytree.flatten(given)[0])
+
+
+def follow(ported: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Leave buffers, attributes and arguments as eager PyTorch leaves them in a call that raises.
+
+    A program that fails gives no state. So the code runs in eager PyTorch once more, on a copy of
+    the module with the state and the random numbers of the call.
+    """
+    call = _newest(ported, method, args, kwargs)
+    if call.module is None or ported._is_placed:
+        return
+    before, edits = ported._tracer, ported._edits
+    ported._edits = None  # so that the copy is a new one
+    module = ported.module
+    numbers = SameNumbers(call.key)
+    given = host_arguments((call.args, call.kwargs), numbers)
+    function = call.tracer.method(module, method)
+    try:
+        with call.tracer.outside(method).left_alone(), in_eager(call, numbers):
+            function(*given[0], **given[1])
+    except Exception:
+        ported._take_edits()
+    else:  # only the program raises
+        ported._tracer, ported._edits = before, edits
+        return
+    if edits is None:
+        ported._edits = None
+    _write_arguments((args, kwargs), given)
+
+
+def repeat(
+    ported: Any,
+    module: torch.nn.Module,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run a call that raises in eager PyTorch, on a module and arguments that it may write to."""
+    call = _newest(ported, method, args, kwargs)
+    with contextlib.suppress(Exception), in_eager(call, SameNumbers(call.key)):
+        call.tracer.method(module, method)(*args, **kwargs)
+
+
+def _newest(ported: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    key = next_key() if ported._last_key is None else ported._last_key
+    return Call.of(ported, method, args, kwargs, key)
+
+
+def _write_arguments(args: Any, left: Any) -> None:
+    """Write what eager PyTorch wrote to the tensors of the caller."""
+    ours, theirs = pytree.flatten(args, objects=True)[0], pytree.flatten(left, objects=True)[0]
+    if len(ours) != len(theirs):
+        return
+    with torch.no_grad():
+        for mine, other in zip(ours, theirs, strict=True):
+            both = isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor)
+            if both and other._version and mine.shape == other.shape:
+                mine.copy_(other)
