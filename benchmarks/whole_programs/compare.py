@@ -53,7 +53,7 @@ class Difference(Exception):
         path: where.
         what: how.
         kind: "value", or "number" for a Python number, "structure" for anything else; "excepted" is
-            a tensor for a Python number of this value, which docs/promises.md excepts.
+            a tensor for a Python number of this value or the reverse: docs/promises.md excepts it.
     """
 
     def __init__(self, path: str, what: str, kind: str = "structure") -> None:
@@ -88,12 +88,8 @@ def _equal_leaf(path: str, want: Any, have: Any, others: list[Any]) -> None:
         _equal_tensors(path, want.detach(), have.detach(), others)
         return
     if type(want) is not type(have):
-        is_number = isinstance(have, torch.Tensor) and type(want) in (bool, int, float)
-        raise Difference(
-            path,
-            f"{type(have).__name__} {have!r:.60} for {type(want).__name__} {want!r:.60}",
-            "excepted" if is_number and not have.dim() and have.item() == want else "structure",
-        )
+        what = f"{type(have).__name__} {have!r:.60} for {type(want).__name__} {want!r:.60}"
+        raise Difference(path, what, "excepted" if _is_number(want, have) else "structure")
     if isinstance(want, float):
         close = math.isclose(want, have, rel_tol=1e-5, abs_tol=1e-6)
         inside = any(
@@ -104,6 +100,13 @@ def _equal_leaf(path: str, want: Any, have: Any, others: list[Any]) -> None:
             raise Difference(path, f"{have!r} for {want!r}", "number")
     elif want != have and not any(other != want for other in others):
         raise Difference(path, f"{have!r:.60} for {want!r:.60}", "number")
+
+
+def _is_number(want: Any, have: Any) -> bool:
+    """Return whether one of two values is a Python number and the other a tensor of that number."""
+    tensors = [one for one in (want, have) if isinstance(one, torch.Tensor)]
+    numbers = [one for one in (want, have) if type(one) in (bool, int, float)]
+    return len(tensors) == len(numbers) == 1 and not tensors[0].dim() and tensors[0] == numbers[0]
 
 
 def _within(want: float, have: float, others: list[Any]) -> bool:

@@ -67,6 +67,27 @@ def test_dtypes_of_indices(dtype: torch.dtype) -> None:
     assert other <= {"nll_loss", "nll_loss of images", "multi_margin_loss"}
 
 
+def _reduced(x: torch.Tensor, m: torch.Tensor, few: bool) -> list[str]:
+    empty, found = x[:0] if few else x, []
+    for reduced in (
+        lambda: empty.amax(0),
+        lambda: empty.amin((1, -2)),
+        lambda: empty.aminmax(dim=-2).max,
+        lambda: x[m].kthvalue(1, 0).values,
+    ):
+        try:
+            reduced()
+        except IndexError as error:
+            found.append(str(error))
+    return found
+
+
+def test_dims_without_elements():
+    ported = tpuport.convert(_reduced, verify=False)
+    for given in ((_X, T([True] * 4), False), (_X, T([False] * 4), True)):
+        assert ported(*given) == _reduced(*given)
+
+
 class _FillsInABranch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

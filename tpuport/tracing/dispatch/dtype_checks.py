@@ -1,4 +1,4 @@
-"""Errors that eager raises for the dtypes of operands.
+"""Errors that eager raises for the dtypes of operands, and for dims without elements.
 
 PyTorch's kernels for the CPU make these checks. Its meta functions, which check everything else, do
 not. Where an argument is int32, int32 passes for int64: the argument may be an array of JAX, which
@@ -84,7 +84,23 @@ _ALIKE = {
 _ALIKE |= {f"{name}_": pair for name, pair in _ALIKE.items()}
 _ALIKE["_index_put_impl_"] = _ALIKE["index_put"]
 _SUBTRACT = ("sub", "sub_", "rsub")
-CHECKED = DTYPES.keys() | _ALIKE.keys() | set(_SUBTRACT)
+# By ATen op: the place of the dim, and what it is by default.
+_REDUCE: dict[str, tuple[int, int | None]] = {
+    **dict.fromkeys(("amax", "amin", "aminmax"), (1, None)),
+    "kthvalue": (2, -1),
+}
+CHECKED = DTYPES.keys() | _ALIKE.keys() | {*_SUBTRACT, *_REDUCE}
+
+
+def _check_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise eager's error for a dim without elements: the meta function has another class."""
+    place, default = _REDUCE[func._opname]
+    source, given = args[0], args[place] if len(args) > place else kwargs.get("dim", default)
+    for dim in given if isinstance(given, (list, tuple)) else (given,):
+        if dim is not None and source.dim() and not torch.Tensor.size(source)[dim]:
+            name = func._opname if func._opname == "aminmax" else f"{func._opname}()"
+            dim %= source.dim()
+            raise IndexError(f"{name}: Expected reduction dim {dim} to have non-zero size.")
 
 
 def _check_alike(func: Any, args: tuple[Any, ...]) -> None:
@@ -130,6 +146,8 @@ def check_dtypes(
     if func._opname in _SUBTRACT:
         _check_subtraction(args)
         return
+    if func._opname in _REDUCE:
+        _check_elements(func, args, kwargs)
     _check_alike(func, args)
     if func._opname not in DTYPES:
         return

@@ -123,6 +123,8 @@ def _kthvalue(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dim not in extents_of(source):
         return rowwise(func, args, kwargs) if extents_of(source) else NotImplemented
     size = extents_of(source)[dim].value
+    nothing = f"kthvalue(): Expected reduction dim {dim} to have non-zero size."
+    raise_if(size == 0, IndexError(nothing))
     error = RuntimeError("kthvalue(): selected number k out of range for dimension " + str(dim))
     raise_if(jnp.asarray(given["k"] < 1) | (size < given["k"]), error)
     found = [one.select(dim, given["k"] - 1) for one in torch.sort(source, dim=dim, stable=True)]
