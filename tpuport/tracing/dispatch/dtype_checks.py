@@ -99,7 +99,7 @@ def _check_elements(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     for dim in given if isinstance(given, (list, tuple)) else (given,):
         if dim is not None and source.dim() and not torch.Tensor.size(source)[dim]:
             name = func._opname if func._opname == "aminmax" else f"{func._opname}()"
-            dim %= source.dim()
+            dim = dim % source.dim() if func._opname in ("aminmax", "kthvalue") else dim
             raise IndexError(f"{name}: Expected reduction dim {dim} to have non-zero size.")
 
 
