@@ -14,6 +14,7 @@ import jax
 import jax.core
 import numpy as np
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from tpuport.foundation.interop import backend
 
@@ -73,16 +74,37 @@ def try_lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return torch's lazy clone of a tensor, or None where its memory cannot be shared so.
 
     The storage of a tensor of `torch.load` has no allocator, which the first write to the tensor or
-    to its lazy clone asks for the copy: the process would end there. Only a storage that can be
-    resized is known to have one.
+    to its lazy clone asks for the copy: the process would end there. A storage that can be resized
+    is known to have one, and so have those of lazy clones that were made here and their originals.
     """
-    if not tensor.untyped_storage().resizable():
+    storage = tensor.untyped_storage()
+    if not (storage.resizable() or _is_clone(storage)):
         return None
     with torch.no_grad():
         try:
-            return torch._lazy_clone(tensor.detach())  # pyright: ignore[reportPrivateImportUsage]
+            made = torch._lazy_clone(tensor.detach())  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError:  # memory that torch did not allocate: a file's, shared, numpy's
             return None
+    for shared in (storage, made.untyped_storage()):
+        _note_clone(shared)
+    return made
+
+
+# Storages that were shared so, by address. They cannot be resized any more.
+_CLONES: dict[int, StorageWeakRef] = {}
+_MOST = 1024
+
+
+def _note_clone(storage: torch.UntypedStorage) -> None:
+    if len(_CLONES) > _MOST:
+        for address in [a for a, one in _CLONES.items() if one.expired()]:
+            del _CLONES[address]
+    _CLONES[storage._cdata] = StorageWeakRef(storage)
+
+
+def _is_clone(storage: torch.UntypedStorage) -> bool:
+    known = _CLONES.get(storage._cdata)
+    return known is not None and not known.expired()
 
 
 def is_private(tensor: torch.Tensor) -> bool:
