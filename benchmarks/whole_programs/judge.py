@@ -328,8 +328,11 @@ class _Run:
         except Exception as error:
             raise self._end("crash", f"under jax.grad: {_said(error)} at {_where(error)}") from None
         for name, gradient in want.values.items():
-            # Eager's is a zero cotangent times an infinite derivative, which a port may leave out.
-            have.values[name] = have.values[name].masked_fill(gradient.isnan(), torch.nan)
+            # Eager's NaN is a zero cotangent times an infinite derivative, which a port may leave
+            # out; where eager's is infinite, another order of sums gives NaN.
+            ours = have.values[name]
+            odd = gradient.isnan() | (gradient.isinf() & ~ours.isfinite())
+            have.values[name] = torch.where(odd, gradient, ours)
         self._same("gradient", want, have, again)
         self.gradients += 1
 
