@@ -191,7 +191,8 @@ class TracedTensor(backend.TorchaxTensor):
         It has 64 bits if the storage is wide.
         """
         storage = self._storage
-        note_read(storage.held)
+        if storage.trace is not None:
+            note_read(storage.held)
         if self._cached_version == storage.version and self._is_alive(self._cached_region):
             return self._cached  # type: ignore[return-value]
         value = storage.held
