@@ -105,4 +105,5 @@ def _refusals(refused: Iterable[Verdict]) -> list[str]:
 
 
 def _finds(found: list[tuple[int, Verdict]]) -> list[str]:
-    return [f"- seed {seed}, {one.kind}: {one.what[:200]}" for seed, one in found]
+    whats = [(seed, one, one.what.partition("\n")[0][:200]) for seed, one in found]
+    return [f"- seed {seed}, {one.kind}: {what}" for seed, one, what in whats]
