@@ -42,6 +42,15 @@ READING = [
         call(b(5, 3), ROWS, 0), call(turned(TABLE), ROWS.int()),
     ),
     case(aten.embedding.default, call(TABLE, t(4, 1), -1)),
+    case(
+        aten.slice_scatter.default, call(f(5, 3), f(2, 3), 0, 1, 3), call(f(5, 3), f(5, 2), -1, 1),
+        call(turned(TABLE), f(2, 3), 0, -4, None, 2), call(f(5, 3), f(0, 3), 0, 4, 2),
+        call(b(5, 3), b(5, 1), 1, 0, 9, 3), call(i(5), i(2), 0, 3), call(f(4), f(4)),
+    ),
+    case(
+        aten.select_scatter.default, call(f(5, 3), f(3), 0, -1), call(turned(TABLE), f(5), 1, 2),
+        call(b(5, 3), b(3), -2, 0), call(i(5), torch.tensor(7), 0, 4),
+    ),
 ]  # fmt: skip
 
 

@@ -128,6 +128,8 @@ EXTREMES = [
         aten.cummin.default, call(TIES, 1), call(NANS, 1), call(turned(CUBE), -2), call(f(), 0),
         call(f(0, 3), 0), call(i(3, 4), 1), call(b(3, 9), 1),
     ),
+    case(aten.max.default, call(TIES), call(turned(CUBE)), call(b(5)), call(i(5)), call(f())),
+    case(aten.min.default, call(TIES), call(turned(CUBE)), call(b(5)), call(i(5)), call(f())),
     case(aten.amax.default, call(NANS, [0]), grad=False),
     case(
         aten.amax.default, call(TIES, [1]), call(turned(CUBE), [0, -1], True), call(CUBE, []),
