@@ -324,12 +324,12 @@ UNARY = [
         call(torch.complex(f(4), f(4, seed=2))), call(torch.zeros(2, dtype=torch.complex64)),
     ),
     case(
-        aten.maximum.default, call(KINKS, KINKS.clone()), call(f(3, 1), f(4)), call(i(4), i(4, seed=2)),
-        call(b(5), b(5, seed=2)), call(i(4), f(4)),
+        aten.maximum.default, call(KINKS, KINKS.clone()), call(f(3, 1), f(4)),
+        call(i(4), i(4, seed=2)), call(b(5), b(5, seed=2)), call(i(4), f(4)),
     ),
     case(
-        aten.minimum.default, call(KINKS, KINKS.clone()), call(f(3, 1), f(4)), call(i(4), i(4, seed=2)),
-        call(b(5), b(5, seed=2)), call(turned(f(3, 4)), t(0.5)),
+        aten.minimum.default, call(KINKS, KINKS.clone()), call(f(3, 1), f(4)),
+        call(i(4), i(4, seed=2)), call(b(5), b(5, seed=2)), call(turned(f(3, 4)), t(0.5)),
     ),
     case(aten.fmax.default, call(KINKS, KINKS.clone()), call(EDGES, t(1.0)), call(f(3, 1), f(4))),
     case(aten.fmin.default, call(KINKS, KINKS.clone()), call(EDGES, t(1.0)), call(f(3, 1), f(4))),
