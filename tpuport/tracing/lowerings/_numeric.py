@@ -90,7 +90,8 @@ def value_and_gradient(value: jax.Array, source: jax.Array) -> jax.Array:
 
 @value_and_gradient.defjvp
 def _value_and_gradient_jvp(primals: Any, tangents: Any) -> Any:
-    return primals[0], tangents[1]
+    # By itself, so that a second derivative is that of `source` too.
+    return value_and_gradient(*primals), tangents[1]
 
 
 def replaced(x: jax.Array, where: Any, new: jax.Array, mode: str | None = None) -> jax.Array:
@@ -101,7 +102,9 @@ def replaced(x: jax.Array, where: Any, new: jax.Array, mode: str | None = None) 
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x.at[where].set(new, mode=mode)
-    value = lax.stop_gradient(x).at[where].set(lax.stop_gradient(new), mode=mode)
+    # Outside of a jit, what is left without its gradient may be an array of numpy.
+    fixed = jnp.asarray(lax.stop_gradient(x))
+    value = fixed.at[where].set(lax.stop_gradient(new), mode=mode)
     kept = jnp.ones(x.shape, bool).at[where].set(False, mode=mode)
     return value_and_gradient(value, jnp.where(kept, x, 0).at[where].add(new, mode=mode))
 

@@ -158,7 +158,9 @@ def _divided(
 
 
 def _extreme(x: jax.Array, where: Any, src: jax.Array, largest: bool, own: jax.Array) -> jax.Array:
-    stopped = jax.lax.stop_gradient
+    def stopped(value: jax.Array) -> jax.Array:
+        return jnp.asarray(jax.lax.stop_gradient(value))
+
     place = stopped(x).at[where]
     value = place.max(stopped(src)) if largest else place.min(stopped(src))
     if not is_float(x):
@@ -179,7 +181,7 @@ def _product(x: jax.Array, where: Any, src: jax.Array) -> jax.Array:
 
 def _float_product(x: jax.Array, src: jax.Array, where: Any) -> jax.Array:
     """Multiply into places; jax has no gradient of it for repeated places, so it is written out."""
-    fixed_x, fixed = jax.lax.stop_gradient(x), jax.lax.stop_gradient(src)
+    fixed_x, fixed = jnp.asarray(jax.lax.stop_gradient(x)), jax.lax.stop_gradient(src)
     value = fixed_x.at[where].multiply(fixed)
     others = jnp.where(fixed_x == 0, 1, fixed_x).at[where].multiply(fixed) / jnp.where(
         fixed_x == 0, 1, fixed_x
