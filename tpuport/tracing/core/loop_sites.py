@@ -34,7 +34,8 @@ def note_long() -> None:
         RestartTrace: it has not been rewritten yet.
     """
     trace = innermost()
-    if trace is None or trace.explorer is None:
+    # A method that has to be one program is refused where a rewritten loop is not.
+    if trace is None or trace.explorer is None or trace.explorer.plan.whole:
         return
     plan, counts = trace.explorer.plan, trace.loop_samples
     for ident, code, position in _stack():
