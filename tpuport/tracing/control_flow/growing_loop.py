@@ -52,7 +52,7 @@ _MANY_ROUNDS = 32
 _MOST_ROUNDS = 1 << 16
 # What `reversed(range(n))` is; nobody has taken a number from it.
 _REVERSED = type(reversed(range(1)))
-_CANNOT = "a loop whose tensors grow cannot be one program: "
+_CANNOT = "the loop cannot be one program: "
 
 # Values, draws, the failed check, whether the loop has ended, and its rounds.
 _Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array]

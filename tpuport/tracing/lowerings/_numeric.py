@@ -94,6 +94,13 @@ def _value_and_gradient_jvp(primals: Any, tangents: Any) -> Any:
     return value_and_gradient(*primals), tangents[1]
 
 
+def shared_by_equal(x: jax.Array, value: jax.Array) -> jax.Array:
+    """Return `value`, with a gradient that all elements equal to it share, nan too."""
+    equal = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
+    shared = jnp.sum(jnp.where(equal, x, 0)) / jnp.sum(equal).astype(x.dtype)
+    return value_and_gradient(value, shared.astype(x.dtype))
+
+
 def replaced(x: jax.Array, where: Any, new: jax.Array, mode: str | None = None) -> jax.Array:
     """Return `x` with `new` at places; `mode` is that of jax's `.at[...].set`.
 

@@ -20,7 +20,7 @@ from tpuport.tracing.lowerings._numeric import (
     at_least_1d,
     axes_of,
     is_float,
-    value_and_gradient,
+    shared_by_equal,
     wide,
 )
 from tpuport.tracing.lowerings.basic import cast
@@ -223,23 +223,14 @@ def _min(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.
     return _extreme(x, dim, keepdim, False)
 
 
-def _extreme_of_all(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `value`, with the gradient shared by the elements that are equal to it, nan too."""
-    if not is_float(x):
-        return value
-    equal = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
-    shared = jnp.sum(jnp.where(equal, x, 0)) / jnp.sum(equal).astype(x.dtype)
-    return value_and_gradient(value, shared.astype(x.dtype))
-
-
 @lowering(aten.max.default, reason=_OF_NAN)
 def _max_of_all(x: jax.Array) -> jax.Array:
-    return _extreme_of_all(x, jnp.max(x))
+    return shared_by_equal(x, jnp.max(x)) if is_float(x) else jnp.max(x)
 
 
 @lowering(aten.min.default, reason=_OF_NAN)
 def _min_of_all(x: jax.Array) -> jax.Array:
-    return _extreme_of_all(x, jnp.min(x))
+    return shared_by_equal(x, jnp.min(x)) if is_float(x) else jnp.min(x)
 
 
 @lowering(aten.argmax.default, reason="torchax keeps no dims for keepdim=True without a dim")
