@@ -125,7 +125,7 @@ class Loops(nn.Module):
 
     scanned = (
         *("last_is_the_state", "first_is_the_state", "numbers", "nothing", "nested", "parts"),
-        *("backwards", "twice", "drawn"),
+        *("backwards", "twice", "drawn", "ends_early"),
     )
 
     def __init__(self) -> None:
@@ -194,6 +194,14 @@ class Loops(nn.Module):
             x = x * 0.5 + scales[t] - scales[t - 1] * t
             outs.append(x * t)
         return torch.stack(outs), x
+
+    def ends_early(self, x):
+        rounds = 0
+        for t in range(1, 7):
+            x, rounds = x * 1.5 + t, rounds + 1
+            if x.abs().max() > 30:
+                break
+        return x, rounds
 
     def both_paths(self, x):
         outs = []

@@ -73,7 +73,7 @@ class _Range:
     @property
     def is_long(self) -> bool:
         """Return whether it has so many rounds that it is one program in any case."""
-        return len(self.numbers) >= _MANY_ROUNDS and not self.stops
+        return len(self.numbers) >= _MANY_ROUNDS
 
     def is_over(self, number: int, operands: Any) -> Any:
         """Return whether the loop has ended before a round."""
