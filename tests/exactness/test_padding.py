@@ -257,6 +257,13 @@ SELECTIONS: dict[str, Program] = {
     "again": over(lambda r: r[r[:, 1] > 0.5].log()),
     "indices": lambda x, y, w, s, m: y[_ROW[m]].log() / x[m],
     "where": lambda x, y, w, s, m: x[torch.where(m)[0]].log(),
+    "pairs of indices": lambda x, y, w, s, m: x[torch.stack([_ROW[m], m.nonzero()[:, 0]])].log(),
+    "pairs of columns": lambda x, y, w, s, m: x.t()[
+        :, torch.stack([_ROW[m], m.nonzero()[:, 0]])
+    ].log(),
+    "pairs of numbers": lambda x, y, w, s, m: x.view(-1)[
+        torch.stack([_ROW[m], m.nonzero()[:, 0]])
+    ].log(),
     "cat": lambda x, y, w, s, m: torch.cat([x[m], y]).log(),
     "cat of rows": lambda x, y, w, s, m: torch.cat([x[m], y[~m]]).sqrt(),
     "pad": over(lambda r: F.pad(r, (0, 0, 1, 1), value=0.5).log()),

@@ -165,9 +165,33 @@ def from_front(source: Any, indices: list[Any]) -> list[Any]:
     return out
 
 
+def _with_selected_first(source: Any, indices: list[Any]) -> Any:
+    """Run `x[indices]` where the only index has its data-dependent dim behind another one.
+
+    That dim is moved to the front of the index, and back in the result. Return None for others.
+    """
+    used = [dim for dim, item in enumerate(indices) if item is not None]
+    if len(used) != 1 or (isinstance(source, TracedTensor) and 0 in extents_of(source)):
+        return None
+    dim = used[0]
+    extents = extents_of(indices[dim])
+    if len(extents) != 1 or 0 in extents:
+        return None
+    (selected,) = extents
+    item = indices[dim]
+    front = item.permute(selected, *(d for d in range(item.dim()) if d != selected))
+    found = source[(slice(None),) * dim + (front,)]
+    order = [d for d in range(found.dim()) if d != dim]
+    order.insert(dim + selected, dim)
+    return found.permute(order)
+
+
 @handles("index")
 def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `x[indices]` with masks or index tensors of data-dependent length."""
+    turned = _with_selected_first(args[0], list(args[1]))
+    if turned is not None:
+        return turned
     source, indices = args[0], from_front(args[0], list(args[1]))
     expanded, node, dynamic = expand_masks(indices)
     positions = [d for d, item in enumerate(expanded) if item is not None]
