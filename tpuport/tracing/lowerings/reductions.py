@@ -94,6 +94,33 @@ def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     return cumulative(lax.cumlogsumexp, wide(x), dim % x.ndim)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _log_of_summed_exp(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    top = jnp.max(x, axes, keepdims=True, initial=-math.inf)
+    top = jnp.where(jnp.isinf(top), 0.0, top)
+    return jnp.log(jnp.sum(jnp.exp(x - top), axes, keepdims=True)) + top
+
+
+@_log_of_summed_exp.defjvp
+def _share_by_exp(
+    axes: tuple[int, ...], primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    result = _log_of_summed_exp(primals[0], axes)
+    return result, jnp.sum(jnp.exp(primals[0] - result) * tangents[0], axes, keepdims=True)
+
+
+@lowering(
+    aten.logsumexp.default,
+    reason="the decomposition's gradient goes through the maximum: 0/0 where the compiler computes"
+    " the elements twice, rounded differently, and so finds none equal to it",
+)
+def _logsumexp(x: jax.Array, dim: Any, keepdim: bool = False) -> jax.Array:
+    axes = axes_of(dim, x.ndim)
+    given = x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+    result = _log_of_summed_exp(wide(given), axes)
+    return (result if keepdim else jnp.squeeze(result, axes)).astype(given.dtype)
+
+
 # -- moments ---------------------------------------------------------------------------------------
 
 
