@@ -166,6 +166,91 @@ BOTH_AT_NAN: dict[str, Function] = {
     name: getattr(torch, name) for name in "maximum minimum fmax fmin".split()
 }
 
+# Eager's nan is compared too. Reductions are of one row each, as most give nan for all of a row.
+ROWS = torch.tensor(
+    [
+        [1.0, torch.inf, 2.0, 3.0],
+        [1.0, -torch.inf, 2.0, 3.0],
+        [0.0, torch.inf, 1.0, 2.0],
+        [0.0, torch.nan, 1.0, 0.0],
+        [1.0, torch.nan, 2.0, 3.0],
+        [torch.nan] * 4,
+        [0.0, 0.0, 2.0, 1.0],
+        [2.0, 1.0, 2.0, 1.0],
+    ]
+)
+REDUCTIONS: dict[str, Function] = {
+    **{
+        name: getattr(torch, name)
+        for name in "prod nanmean nansum amax amin median nanmedian max min".split()
+    },
+    **{f"{name} of a dim": partial(getattr(torch, name), dim=0) for name in ("prod", "nanmean")},
+    "aminmax": lambda x: torch.stack(torch.aminmax(x)),
+    "logcumsumexp": lambda x: x.logcumsumexp(0),
+    **{
+        f"norm {p}": partial(torch.linalg.vector_norm, ord=p)
+        for p in (0, 0.5, 1, 1.5, 3, torch.inf, -torch.inf, -1)
+    },
+}
+
+
+@pytest.mark.parametrize("row", range(len(ROWS)))
+def test_gradients_of_reductions_of_nan_and_infinities_are_those_of_eager(row: int) -> None:
+    both = [given_and_gradient(ROWS[row], of_tpuport) for of_tpuport in (True, False)]
+    wrong = [
+        f"{name}: {ours}, eager {theirs}"
+        for name, ours, theirs in zip(REDUCTIONS, *both, strict=True)
+        if not all(map(same, ours, theirs))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def given_and_gradient(x: torch.Tensor, of_tpuport: bool) -> list[tuple[Any, Any]]:
+    """Return the value and the gradient of each reduction."""
+    if not of_tpuport:
+        return [eager_value_and_gradient(f, x) for f in REDUCTIONS.values()]
+    ported = by_tpuport(lambda xs: [f(x) for f, x in zip(REDUCTIONS.values(), xs, strict=True)])
+
+    def total(xs: Any) -> Any:
+        outs = ported.apply({}, {}, jax.random.key(0), xs)[0]
+        return sum(jnp.sum(o) for o in outs), outs
+
+    copies = jnp.stack([jnp.asarray(x.numpy())] * len(REDUCTIONS))
+    (_, outs), gradients = jax.jit(jax.value_and_grad(total, has_aux=True))(copies)
+    return list(zip(outs, gradients, strict=True))
+
+
+def eager_value_and_gradient(function: Function, x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+    leaf = x.clone().requires_grad_()
+    out = function(leaf)
+    out.sum().backward()
+    return out.detach(), leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+
+
+def test_gradients_of_other_functions_at_nan_and_at_limits_are_those_of_eager() -> None:
+    functions: dict[str, Function] = {
+        "rrelu": lambda x: F.rrelu(x, training=False),
+        "rrelu in training": lambda x: F.rrelu(x, 0.25, 0.25, training=True),
+    }
+    target = torch.tensor([0.0, 1.0, 0.5, 1.0, 0.0])
+
+    def run(x: torch.Tensor, target: torch.Tensor) -> Any:
+        losses = F.binary_cross_entropy(target.new([0, 1, 0.5, 0, 1]), target, reduction="none")
+        return [*(f(x) for f in functions.values()), losses]
+
+    leaves = [NOT_FINITE.clone().requires_grad_(), target.clone().requires_grad_()]
+    sum(out.sum() for out in run(*leaves)).backward()
+    ported = by_tpuport(run)
+
+    def total(x: Any, target: Any) -> Any:
+        return sum(jnp.sum(o) for o in ported.apply({}, {}, jax.random.key(0), x, target)[0])
+
+    given = [jnp.asarray(leaf.detach().numpy()) for leaf in leaves]
+    for ours, leaf in zip(jax.jit(jax.grad(total, (0, 1)))(*given), leaves, strict=True):
+        assert leaf.grad is not None
+        assert same(ours, leaf.grad), f"{ours}, eager {leaf.grad}"
+
+
 TABLES = {
     "unary": (UNARY, (POINTS,)),
     "binary": (BINARY, PAIRS),

@@ -35,6 +35,10 @@ SUMS = [
         call(turned(CUBE), [0, -1], True), call(CUBE, []), call(f(), [-1]), call(f(0, 3), [0]),
     ),
     case(
+        aten.nansum.default, call(NANS), call(NANS, [1]), call(b(3, 64), [-1], True),
+        call(b(8), dtype=torch.float32), call(f()), call(f(0)), call(i(5)),
+    ),
+    case(
         aten.prod.default, call(b(64) / 4 + 1), call(b(8), dtype=torch.float32),
         call(t(0.0, 2.0, 3.0)), call(t(0.0, 2.0, 0.0)), call(f(0)), call(i(5)), call(mask(3)),
         bf16=4e-2,

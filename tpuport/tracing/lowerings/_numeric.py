@@ -101,6 +101,29 @@ def shared_by_equal(x: jax.Array, value: jax.Array) -> jax.Array:
     return value_and_gradient(value, shared.astype(x.dtype))
 
 
+def evenly_shared(x: jax.Array, value: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return `value`, with a gradient that all elements equal to it share.
+
+    `value` has the dims of `x`, those of `axes` with size 1. As in torch, the gradient of a nan,
+    which equals no element, is nan.
+    """
+    equal = x == value
+    share = equal.astype(x.dtype) / jnp.sum(equal, axes, keepdims=True).astype(x.dtype)
+    shared = x * share + nan_gradient(x, jnp.broadcast_to(jnp.isnan(value), x.shape))
+    source = jnp.sum(shared, axes, keepdims=True)
+    return value_and_gradient(value, source)
+
+
+def factors(mask: jax.Array) -> jax.Array:
+    """Return a mask of numbers that XLA multiplies by, where it would select: 0 * inf is nan."""
+    return lax.optimization_barrier(mask)
+
+
+def nan_gradient(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Return an array to add to the source of a gradient, which makes it nan at places of `x`."""
+    return jnp.where(where, x, 0) * jnp.where(where, jnp.nan, 0).astype(x.dtype)
+
+
 def replaced(x: jax.Array, where: Any, new: jax.Array, mode: str | None = None) -> jax.Array:
     """Return `x` with `new` at places; `mode` is that of jax's `.at[...].set`.
 

@@ -42,8 +42,8 @@ def _cross_entropy(x: jax.Array, target: jax.Array) -> jax.Array:
 def _cross_entropy_jvp(primals: Any, tangents: Any) -> Any:
     (x, target), (dx, dtarget) = primals, tangents
     slope = (x - target) / jnp.maximum((1 - x) * x, 1e-12)
-    logs = jnp.maximum(jnp.log1p(-x), -100) - jnp.maximum(jnp.log(x), -100)
-    return _cross_entropy(x, target), dx * slope + dtarget * logs
+    # torch limits the logarithms of the loss, not those of the target's gradient.
+    return _cross_entropy(x, target), dx * slope + dtarget * (jnp.log1p(-x) - jnp.log(x))
 
 
 def _rows(x: jax.Array) -> jax.Array:

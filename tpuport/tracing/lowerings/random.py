@@ -240,7 +240,9 @@ def rrelu_with_noise(
         slope = jax.random.uniform(key, value.shape, _compute(value.dtype), lower, upper)
         slope = jnp.where(value <= 0, slope.astype(value.dtype), jnp.ones((), value.dtype))
         write(noise, slope, flow=Flow.STOPPED)
-    out = jnp.where(value <= 0, value * slope, value)
+    # A nan passes as it is in training, and has the gradient of the slope otherwise, as in torch.
+    is_whole = ~(value <= 0) if training else value > 0
+    out = jnp.where(is_whole, value, value * slope)
     return wrap_as(None, out, meta_of(x), current(), flow_of([x]))
 
 

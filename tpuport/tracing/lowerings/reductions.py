@@ -4,6 +4,7 @@ They accumulate in float32 or in the requested dtype, with torch's gradients at 
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,13 @@ from tpuport.tracing.lowerings._numeric import (
     absolute,
     at_least_1d,
     axes_of,
+    evenly_shared,
+    factors,
     is_float,
+    lowest,
+    nan_gradient,
     shared_by_equal,
+    value_and_gradient,
     wide,
 )
 from tpuport.tracing.lowerings.basic import cast
@@ -61,6 +67,19 @@ def _sum(
     return jnp.sum(_summed(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
 
 
+@lowering(aten.nansum.default, reason="torchax has none; nanmean of nans has a gradient of nan")
+def _nansum(
+    x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> jax.Array:
+    x, axes = _summed(x, dtype), axes_of(dim, x.ndim)
+    value = jnp.nansum(x, axes, keepdims=keepdim)
+    if not is_float(x):
+        return value
+    counted = (~jnp.isnan(x)).astype(x.dtype)
+    # torch multiplies by the mask: the mean of no number has a gradient of nan.
+    return value_and_gradient(value, jnp.sum(x * factors(counted), axes, keepdims=keepdim))
+
+
 @lowering(aten.mean.default, aten.mean.dim, reason=_IGNORES_DTYPE)
 def _mean(
     x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
@@ -72,7 +91,22 @@ def _mean(
 def _prod(
     x: jax.Array, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> jax.Array:
-    return jnp.prod(_summed(x, dtype), axes_of(dim, x.ndim), keepdims=keepdim)
+    x, axes = _summed(x, dtype), axes_of(dim, x.ndim)
+    value = jnp.prod(x, axes, keepdims=keepdim)
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
+        return value
+    zeros = jnp.sum(x == 0)
+    if dim is None:
+        # Of all elements, several zeros leave no gradient, whatever the others are.
+        value = value_and_gradient(value, jnp.where(zeros > 1, 0, jnp.prod(_unless(zeros > 1, x))))
+    # Without a zero torch divides the product by the element.
+    undefined = nan_gradient(x, (zeros == 0) & ~jnp.isfinite(x))
+    return value_and_gradient(value, value + jnp.sum(undefined, axes, keepdims=keepdim))
+
+
+def _unless(condition: jax.Array, x: jax.Array) -> jax.Array:
+    """Return zeros instead of `x` under a condition, so that a gradient is not 0 * nan."""
+    return jnp.where(condition, jnp.zeros_like(x), x)
 
 
 @lowering(aten.cumsum.default, reason="torchax accumulates bfloat16 in bfloat16")
@@ -91,7 +125,13 @@ def _cumprod(x: jax.Array, dim: int, *, dtype: torch.dtype | None = None) -> jax
 def _logcumsumexp(x: jax.Array, dim: int) -> jax.Array:
     if not x.ndim or not x.size:
         return x
-    return cumulative(lax.cumlogsumexp, wide(x), dim % x.ndim)
+    x = wide(x)
+    running = partial(cumulative, lax.cumlogsumexp)
+    value, infinite = running(x, dim % x.ndim), jnp.isposinf(x)
+    # In torch a sum that is infinite gives its terms no gradient, and its infinite term nan.
+    finite = running(jnp.where(infinite, lowest(x.dtype), x), dim % x.ndim)
+    source = jnp.where(jnp.isposinf(value), 0, finite) + nan_gradient(x, infinite)
+    return value_and_gradient(value, source)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -221,7 +261,13 @@ def _power_norm(size: jax.Array, ord: float, axes: tuple[int, ...], keepdim: boo
     total = jnp.sum(jnp.where(some, jnp.where(some, size, 1) ** ord, 0), axes, keepdims=keepdim)
     # One zero makes a norm of negative order zero; its gradient is zero there, as torch chooses.
     positive = jnp.all(some, axes, keepdims=keepdim) if ord < 0 else total != 0
-    return jnp.where(positive, jnp.where(positive, total, 1) ** (1.0 / ord), 0)
+    positive = positive | jnp.isnan(total)
+    value = jnp.where(positive, jnp.where(positive, total, 1) ** (1.0 / ord), 0)
+    # In torch a zero multiplies a power of the norm.
+    whole = value if keepdim else jnp.expand_dims(value, axes)
+    undefined = jnp.isnan(whole) | ((ord < 1) & jnp.isinf(whole))
+    zeros = jnp.sum(nan_gradient(size, ~some & undefined), axes, keepdims=keepdim)
+    return value_and_gradient(value, value + zeros)
 
 
 # -- extremes --------------------------------------------------------------------------------------
@@ -274,8 +320,7 @@ def _argmin(x: jax.Array, dim: int | None = None, keepdim: bool = False) -> jax.
 def _aminmax(
     x: jax.Array, *, dim: int | None = None, keepdim: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    axes = axes_of(dim, x.ndim)
-    return jnp.min(x, axes, keepdims=keepdim), jnp.max(x, axes, keepdims=keepdim)
+    return _amin(x, dim, keepdim), _amax(x, dim, keepdim)
 
 
 def _running(x: jax.Array, dim: int, largest: bool) -> tuple[jax.Array, jax.Array]:
@@ -351,9 +396,17 @@ def _all(x: jax.Array, dim: Any = None, keepdim: bool = False) -> jax.Array:
 
 @lowering(aten.amax.default, reason="torchax fails on a list of dims with keepdim of a 0-d tensor")
 def _amax(x: jax.Array, dim: Any = (), keepdim: bool = False) -> jax.Array:
-    return jnp.max(x, axes_of(dim, x.ndim), keepdims=keepdim)
+    return _extreme_of(jnp.max, x, dim, keepdim)
 
 
 @lowering(aten.amin.default, reason="as amax")
 def _amin(x: jax.Array, dim: Any = (), keepdim: bool = False) -> jax.Array:
-    return jnp.min(x, axes_of(dim, x.ndim), keepdims=keepdim)
+    return _extreme_of(jnp.min, x, dim, keepdim)
+
+
+def _extreme_of(reduce: Callable[..., jax.Array], x: jax.Array, dim: Any, keep: bool) -> jax.Array:
+    axes = axes_of(dim, x.ndim)
+    if not is_float(x):
+        return reduce(x, axes, keepdims=keep)
+    value = evenly_shared(x, reduce(x, axes, keepdims=True), axes)
+    return value if keep else jnp.squeeze(value, axes)
