@@ -77,8 +77,12 @@ def test_draws_are_those_of_the_unrolled_loop(monkeypatch):
 
     def drawn():
         ported = tpuport.convert(model, methods=("generate",))
-        state = (ported.params, ported.buffers, jax.random.key(3), idx, 12, True)
-        return tpuport.to_torch(ported.apply(*state, method="generate")[0])
+
+        @jax.jit  # op by op it is 313 programs
+        def run(params, buffers, key):
+            return ported.apply(params, buffers, key, idx, 12, True, method="generate")[0]
+
+        return tpuport.to_torch(run(ported.params, ported.buffers, jax.random.key(3)))
 
     scanned = drawn()
     monkeypatch.setattr(growing_loop, "_FEWEST_ROUNDS", 99)
@@ -381,7 +385,7 @@ def test_gradient_of_a_growing_loop():
                 for leaf in jax.tree.leaves(out)
             )
 
-        found = jax.grad(loss)(ported.params)
+        found = jax.jit(jax.grad(loss))(ported.params)
         model.zero_grad()
         out = getattr(model, name)(x)
         sum(part.sum() for part in (out if isinstance(out, (list, tuple)) else [out])).backward()
