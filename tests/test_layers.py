@@ -45,7 +45,17 @@ ROOMS: dict[str, set[str]] = {
 }
 # What stands in front of the rooms: it may import every room, and no room may import it.
 FRONT = {
-    *("__init__", "cli", "demo", "doctor", "loading", "measurement", "repository", "servers"),
+    *(
+        "__init__",
+        "__main__",
+        "cli",
+        "demo",
+        "doctor",
+        "loading",
+        "measurement",
+        "repository",
+        "servers",
+    ),
     "testing",
     "verify",
 }
@@ -278,12 +288,14 @@ def package_graph(graph: Mapping[str, set[str]], packages: set[str]) -> dict[str
     """Return the packages that each package imports.
 
     The `__init__` of a package is its face and names what is inside; it is no part of the package
-    here, so that the package may hold others that import its files.
+    here, so that the package may hold others that import its files. Neither is its `__main__`,
+    which starts what is inside.
     """
     found: dict[str, set[str]] = {}
 
     def home(name: str) -> str:
-        return f"{name} (face)" if name in packages else name.rpartition(".")[0]
+        is_face = name in packages or name.endswith(".__main__")
+        return f"{name} (face)" if is_face else name.rpartition(".")[0]
 
     for name, needed in graph.items():
         own = found.setdefault(home(name), set())

@@ -293,6 +293,15 @@ def test_the_version_is_the_packages(invoke):
     assert (result.exit_code, result.stdout) == (0, f"tpuport {tpuport.__version__}\n")
 
 
+def test_the_package_runs_as_the_command():
+    command = [sys.executable, "-m", "tpuport"]
+    result = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout == f"tpuport {tpuport.__version__}\n"
+    wrong = subprocess.run([*command, "no-command"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 2
+    assert "Usage: tpuport " in wrong.stderr  # not the name of a file
+
+
 def test_help_lists_every_command_and_the_exit_codes(invoke):
     result = invoke("--help")
     assert result.exit_code == 0
