@@ -5,6 +5,7 @@ Accumulation dtypes, dims, and values with a gradient of their own.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,24 +95,40 @@ def _value_and_gradient_jvp(primals: Any, tangents: Any) -> Any:
     return value_and_gradient(*primals), tangents[1]
 
 
-def shared_by_equal(x: jax.Array, value: jax.Array) -> jax.Array:
-    """Return `value`, with a gradient that all elements equal to it share, nan too."""
-    equal = (x == value) | (jnp.isnan(x) & jnp.isnan(value))
-    shared = jnp.sum(jnp.where(equal, x, 0)) / jnp.sum(equal).astype(x.dtype)
-    return value_and_gradient(value, shared.astype(x.dtype))
+@partial(jax.custom_jvp, nondiff_argnums=(0, 2, 3))
+def extreme(
+    reduce: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    x: jax.Array,
+    axes: tuple[int, ...],
+    nans_are_equal: bool,
+) -> jax.Array:
+    """Reduce dims by `jnp.max` or `jnp.min`, with a gradient that all equal elements share.
 
-
-def evenly_shared(x: jax.Array, value: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return `value`, with a gradient that all elements equal to it share.
-
-    `value` has the dims of `x`, those of `axes` with size 1. As in torch, the gradient of a nan,
-    which equals no element, is nan.
+    Where the result is nan, the elements that are nan share it too if these are equal, and all
+    gradients are nan otherwise. torch has both.
     """
-    equal = x == value
+    return reduce(x, axes)
+
+
+@extreme.defjvp
+def _extreme_jvp(
+    reduce: Callable[[jax.Array, tuple[int, ...]], jax.Array],
+    axes: tuple[int, ...],
+    nans_are_equal: bool,
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    # A compiler that computes x twice may round it differently, and then no element is equal.
+    x = lax.optimization_barrier(primals[0])
+    value = extreme(reduce, x, axes, nans_are_equal)
+    row = jnp.expand_dims(value, axes)
+    equal = x == row
+    if nans_are_equal:
+        equal = equal | (jnp.isnan(x) & jnp.isnan(row))
     share = equal.astype(x.dtype) / jnp.sum(equal, axes, keepdims=True).astype(x.dtype)
-    shared = x * share + nan_gradient(x, jnp.broadcast_to(jnp.isnan(value), x.shape))
-    source = jnp.sum(shared, axes, keepdims=True)
-    return value_and_gradient(value, source)
+    if not nans_are_equal:
+        share = jnp.where(jnp.isnan(row), jnp.nan, share).astype(x.dtype)
+    return value, jnp.sum(tangents[0] * share, axes)
 
 
 def factors(mask: jax.Array) -> jax.Array:

@@ -20,12 +20,11 @@ from tpuport.tracing.lowerings._numeric import (
     absolute,
     at_least_1d,
     axes_of,
-    evenly_shared,
+    extreme,
     factors,
     is_float,
     lowest,
     nan_gradient,
-    shared_by_equal,
     value_and_gradient,
     wide,
 )
@@ -298,12 +297,12 @@ def _min(x: jax.Array, dim: int, keepdim: bool = False) -> tuple[jax.Array, jax.
 
 @lowering(aten.max.default, reason=_OF_NAN)
 def _max_of_all(x: jax.Array) -> jax.Array:
-    return shared_by_equal(x, jnp.max(x)) if is_float(x) else jnp.max(x)
+    return extreme(jnp.max, x, axes_of(None, x.ndim), True) if is_float(x) else jnp.max(x)
 
 
 @lowering(aten.min.default, reason=_OF_NAN)
 def _min_of_all(x: jax.Array) -> jax.Array:
-    return shared_by_equal(x, jnp.min(x)) if is_float(x) else jnp.min(x)
+    return extreme(jnp.min, x, axes_of(None, x.ndim), True) if is_float(x) else jnp.min(x)
 
 
 @lowering(aten.argmax.default, reason="torchax keeps no dims for keepdim=True without a dim")
@@ -408,5 +407,5 @@ def _extreme_of(reduce: Callable[..., jax.Array], x: jax.Array, dim: Any, keep: 
     axes = axes_of(dim, x.ndim)
     if not is_float(x):
         return reduce(x, axes, keepdims=keep)
-    value = evenly_shared(x, reduce(x, axes, keepdims=True), axes)
-    return value if keep else jnp.squeeze(value, axes)
+    value = extreme(reduce, x, axes, False)
+    return jnp.expand_dims(value, axes) if keep else value

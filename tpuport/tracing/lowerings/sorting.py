@@ -12,7 +12,7 @@ import torch
 from jax import lax
 
 from tpuport.tracing.core.lowering_registry import lowering
-from tpuport.tracing.lowerings._numeric import at_least_1d, is_float, shared_by_equal
+from tpuport.tracing.lowerings._numeric import at_least_1d, is_float, value_and_gradient
 
 aten = torch.ops.aten
 
@@ -129,7 +129,11 @@ def _median_of_all(x: jax.Array, skip_nan: bool) -> jax.Array:
         return jnp.asarray(jnp.nan, x.dtype)
     middle = functools.partial(_middle, dim=0, skip_nan=skip_nan)
     value = _picked(flat, 0, False, middle)[0]
-    return shared_by_equal(flat, value) if is_float(x) else value
+    if not is_float(x):
+        return value
+    equal = (flat == value) | (jnp.isnan(flat) & jnp.isnan(value))
+    shared = jnp.sum(jnp.where(equal, flat, 0)) / jnp.sum(equal).astype(x.dtype)
+    return value_and_gradient(value, shared.astype(x.dtype))
 
 
 @lowering(aten.median.default, reason=_SHARED)

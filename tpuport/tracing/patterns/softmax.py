@@ -86,11 +86,13 @@ class _RowNumbers:
             found.test, found.equations = test, [eqn, test]
             eqn = self.program.maker(eqn.invars[1])
         while eqn is not None:
+            views = list(found.equations)
             found.equations.append(eqn)
+            eqn = _without_rule(eqn) if instead == 0.0 else eqn
             name = eqn.primitive.name
             if name in ("reduce_max", "reduce_sum"):
                 found.reduction = eqn
-                return found if self._stretches(found.equations) else None
+                return found if self._stretches(views, eqn) else None
             if name == "max" and self.program.number(eqn.invars[0]) == -np.inf:
                 eqn = self.program.maker(eqn.invars[1])
             elif name in _VIEWS or (name == "stop_gradient" and instead == 0.0):
@@ -106,9 +108,8 @@ class _RowNumbers:
         found = self.reduced(test.invars[0], 0.0)
         return found is not None and found.reduction.primitive.name == "reduce_max"
 
-    def _stretches(self, equations: list[Any]) -> bool:
+    def _stretches(self, views: list[Any], reduction: Any) -> bool:
         """Return whether the views among these equations put each row's number into its row."""
-        *views, reduction = equations
         (axis, *more) = reduction.params["axes"]
         if more or reduction.invars[0].aval.shape != self.shape:
             return False
@@ -121,6 +122,17 @@ class _RowNumbers:
                 places = moved
         wanted = [d for d, n in enumerate(self.shape) if n > 1 and d != axis]
         return len(places) == len(self.shape) and all(places[d] == d for d in wanted)
+
+
+def _without_rule(eqn: Any) -> Any:
+    """Return the one equation of a call that has a gradient of its own; others as they are.
+
+    The gradient of a row's highest number does not matter: a softmax does not change with it.
+    """
+    if eqn.primitive.name != "custom_jvp_call":
+        return eqn
+    inner = eqn.params["call_jaxpr"].jaxpr.eqns
+    return inner[0].replace(invars=eqn.invars, outvars=eqn.outvars) if len(inner) == 1 else eqn
 
 
 _VIEWS = ("broadcast_in_dim", "reshape")
