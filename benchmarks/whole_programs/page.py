@@ -13,7 +13,8 @@ _MEANING = {
     "passes": "all calls and gradients are eager PyTorch's",
     "refused": "an error of tpuport that names the line",
     "rounding": "what differs does so in eager PyTorch too, with rounding errors put in",
-    "excepted": "a Python number or a tensor of it, as [the promises](promises.md) say",
+    "excepted": "[the promises](promises.md) name it: a number or a tensor of it, one result or"
+    " two, the sign of a zero",
     "slow": "given up after some seconds: branches with many paths",
     "eager raises": "eager PyTorch raises at the first call: nothing was compared",
     "silent": "a value, a dtype, an argument or a state differs without an error",

@@ -43,10 +43,11 @@ def test_many_random_programs_are_eagers(tmp_path: Path):
     check_programs(range(FEW, FEW + MORE), tmp_path)
 
 
-def written(*lines: str) -> Program:
+def written(*lines: str, later: str = "ordinary", verify: bool = False) -> Program:
     """A program of these lines."""
     body = [Node("statement", line) for line in ("a = x", "s = x.sum()", *lines)]
-    return Program(0, [], body, "return a, s", [Call("ordinary", 1)] * 2, True, False)
+    calls = [Call("ordinary", 1), Call(later, 1)]
+    return Program(0, [], body, "return a, s", calls, True, verify)
 
 
 def test_a_difference_is_found_and_made_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -76,7 +77,33 @@ def test_what_becomes_of_a_program_is_told(line: str, kind: str, tmp_path: Path)
     assert Judge(tmp_path).run(written(line)).kind == kind
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        written("a = 1 / x.amax(1)", later="zeros"),
+        written("s = y", "if m.any():\n    a = y", verify=True),
+    ],
+)
+def test_what_the_promises_except_is_no_find(program: Program, tmp_path: Path):
+    assert Judge(tmp_path).run(program).kind == "excepted"
+
+
 # -- what they found -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", ["u[0].add_(1)", "torch.add(u[0], 1, out=u[0])"])
+def test_a_write_that_eager_refuses_on_one_path_is_refused(write: str, tmp_path: Path):
+    branch = "if m.any():\n    a = x * 2\nelif self.cache is None:\n    x[1:] = x[:-1].clone()"
+    lines = (
+        "a = self.lin(x)",
+        branch,
+        "u = a.unbind(0)",
+        write,
+        "s = [r for r in y if r.sum() > 0]",
+    )
+    verdict = Judge(tmp_path).run(written(*lines, "s = len(s)"))
+    assert (verdict.kind, verdict.line) == ("refused", write)
+    assert "require grad, which depends on a branch" in verdict.what
 
 
 class Flag(nn.Module):

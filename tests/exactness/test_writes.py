@@ -10,6 +10,7 @@ Contents:
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.exactness.scenario import (
     expect_torchax_wrong,
     normal,
 )
-from tpuport.foundation.errors import UsageError
+from tpuport.foundation.errors import PortError, UsageError
 
 Program = Callable[..., Any]
 X, Y = normal(4, 6), normal(4, 6, seed=2)
@@ -517,7 +518,6 @@ SHARED_MEMORY = {
     "twice": lambda v: v.add_(v),
     "apart": lambda v: v[1:].add_(v[0]),
     "filled": lambda v: v.masked_fill_(v > 0, v[0]),
-    "product": lambda v: torch.mm(v.view(2, 2), v.view(2, 2), out=v.view(2, 2)),
 }
 
 
@@ -538,3 +538,16 @@ def test_memory_that_is_read_and_written(name: str):
             ported(x)
     else:
         assert torch.equal(tpuport.to_torch(ported(x)), expected)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (0,)])
+def test_an_out_tensor_that_eager_would_resize_is_refused(shape: tuple[int, ...]):
+    def model(x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(shape)
+        torch.sum(x, 0, out=out)
+        return out
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # eager deprecates it
+        with pytest.raises(PortError, match="would be resized"):
+            tpuport.convert(model)(torch.ones(2, 3))

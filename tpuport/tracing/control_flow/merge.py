@@ -566,8 +566,8 @@ def _merged_leaves(
             leaves.append(one)
         elif isinstance(meta, torch.Tensor):
             flow = max(flows := (a.flows[index], b.flows[index]))
-            if not torch.is_grad_enabled() and min(flows) is not flow:
-                flow = Flow.HIDDEN  # only one side gives what has a gradient
+            if min(flows) is not flow:  # only one side gives what has a gradient
+                flow = min(flow, Flow.MAYBE if torch.is_grad_enabled() else Flow.HIDDEN)
             tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
             tensor = joined(trace, tensor, one, other, sizes[index])
             leaves.append(made.setdefault((id(one), id(other)), tensor))

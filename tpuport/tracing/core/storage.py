@@ -20,8 +20,10 @@ class Flow(enum.IntEnum):
     STOPPED = 0
     # jax may differentiate it, and eager would see requires_grad=False: what comes from arguments.
     HIDDEN = 1
+    # requires_grad is True here, and in eager if a branch went one way.
+    MAYBE = 2
     # requires_grad is True, as in eager.
-    SEEN = 2
+    SEEN = 3
 
 
 class Storage:

@@ -375,7 +375,7 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
         """Return what eager would: whether an operand of what made this tensor requires grad."""
-        return self._flow is Flow.SEEN
+        return self._flow >= Flow.MAYBE
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -439,7 +439,7 @@ class TracedTensor(backend.TorchaxTensor):
     @property
     def _is_parameter(self) -> bool:
         """Return whether this is a leaf that requires grad by itself, not by what is written."""
-        return self._is_leaf and self._own_flow is Flow.SEEN
+        return self._is_leaf and self._own_flow >= Flow.MAYBE
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]

@@ -73,7 +73,7 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     else:
         value = lower(*_operands(func, args, kwargs, tensors, metas))
     flow = Flow.STOPPED if func._opname in _CREATIONS else flow_of(tensors)
-    if flow is Flow.SEEN and _has_zero_gradient(func, args, kwargs):
+    if flow >= Flow.MAYBE and _has_zero_gradient(func, args, kwargs):
         value = tied(value, *map(value_of, tensors))
     result = _wrap_result(func, value, metas, trace, flow)
     _mark(func, args, kwargs, result)

@@ -48,9 +48,9 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     for target, new in zip(targets, results, strict=False):
         if isinstance(target, (list, tuple)):
             for one, value in zip(target, new, strict=True):
-                _write_one(one, value, flow)
+                _write_one(one, value, flow, is_out=is_out)
         else:
-            _write_one(target, new, flow)
+            _write_one(target, new, flow, is_out=is_out)
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
@@ -64,11 +64,14 @@ def _refuse_targets(
             if not _is_fill(func, args):
                 _refuse_shared(func, target, operands, is_out=is_out)
     written = [target for target in flat(tuple(targets), {}) if isinstance(target, TracedTensor)]
-    if is_out and flow_of([*written, *operands]) is Flow.SEEN:
-        raise RuntimeError(
-            f"{func._opname}(): functions with out=... arguments don't support automatic"
-            " differentiation, but one of the arguments requires grad."
-        )
+    if is_out:
+        flow = flow_of([*written, *operands])
+        if flow >= Flow.MAYBE:
+            raise _by_autograd(
+                f"{func._opname}(): functions with out=... arguments don't support automatic"
+                " differentiation, but one of the arguments requires grad.",
+                flow,
+            )
     for target in written:
         refuse_by_autograd(target, operands)
 
@@ -105,14 +108,33 @@ def refuse_by_autograd(target: TracedTensor, operands: list[Any]) -> None:
 
     Raises:
         RuntimeError: as in eager.
+        PortError: eager raises if a branch on a traced value went one way.
     """
-    if flow_of([target, *operands]) is not Flow.SEEN:
+    flow = flow_of([target, *operands])
+    if flow < Flow.MAYBE:
         return
     if target._unwritable is not None:
-        raise RuntimeError(target._unwritable)
+        raise _by_autograd(target._unwritable, flow)
     if target.requires_grad and (target._is_parameter or target._of_leaf):
         what = "a leaf Variable" if target._is_parameter else "a view of a leaf Variable"
         raise RuntimeError(f"{what} that requires grad is being used in an in-place operation.")
+
+
+def _by_autograd(message: str, flow: Flow) -> Exception:
+    """Return the error of a write that eager refuses if what it writes to or reads requires grad.
+
+    Args:
+        message: what eager says.
+        flow: of the write's operands.
+    """
+    if flow is Flow.SEEN:
+        return RuntimeError(message)
+    return port_error(
+        "PyTorch refuses this write in place if its tensors require grad, which depends on a branch"
+        f" on a traced value ({message})",
+        code="TPU101",
+        remedy="write to a clone of the tensor, or use the operation that is not in place",
+    )
 
 
 def _counts(func: Any, args: tuple[Any, ...]) -> bool:
@@ -201,8 +223,9 @@ def _check_apart(target: TracedTensor, operand: TracedTensor, *, may_be_one: boo
         raise RuntimeError(_SHARED)
 
 
-def _write_one(target: torch.Tensor, new: Any, flow: Flow) -> None:
-    if torch.Tensor.size(target) != torch.Tensor.size(new) and torch.Tensor.numel(target) == 0:
+def _write_one(target: torch.Tensor, new: Any, flow: Flow, *, is_out: bool) -> None:
+    is_empty = torch.Tensor.numel(target) == 0
+    if (is_out or is_empty) and torch.Tensor.size(target) != torch.Tensor.size(new):
         raise port_error(
             "an out= tensor that would be resized",
             code="TPU201",

@@ -339,7 +339,7 @@ class _HostCall:
         for value, meta, given, seen in zip(
             values, outcome.metas, outcome.given, outcome.seen, strict=False
         ):
-            own = flow if seen or flow is not Flow.SEEN else Flow.STOPPED
+            own = flow if seen or flow < Flow.MAYBE else Flow.STOPPED
             own = own if differentiable(meta.dtype) else Flow.STOPPED
             if given is not None:
                 made.append(self.tensors[given])
