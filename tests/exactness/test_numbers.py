@@ -271,6 +271,42 @@ def _put(x: torch.Tensor) -> Any:
     return *made, torch.zeros(3, dtype=torch.int64).copy_(x) // 2
 
 
+class Losses(nn.Module):
+    """A sum over the rows that count, as detectors have it: a Python number if there are none."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        loss, count = 0.0, 0
+        for index in range(len(x)):
+            if mask[index]:
+                loss, count = loss + x[index].square().sum(), count + 1
+        return {"mean": loss / max(count, 1), "sum": loss, "count": count}
+
+
+@pytest.mark.parametrize("first", [[False, False], [True, False]])
+def test_a_sum_that_starts_as_a_number_is_a_tensor(first: list[bool]):
+    module, x = Losses(), torch.randn(2, 3)
+    ported = tpuport.convert(module)
+    for mask in (first, [False, False], [True, True]):
+        want, got = module(x, torch.tensor(mask)), ported(x, torch.tensor(mask))
+        assert got["count"] == want["count"]
+        assert isinstance(got["sum"], torch.Tensor)
+        for name in ("mean", "sum"):
+            assert float(got[name]) == pytest.approx(float(want[name]))
+
+
+def test_a_number_where_no_path_has_one_is_found(monkeypatch: pytest.MonkeyPatch):
+    ported = tpuport.convert(lambda x: x.sum().item())
+    real = tpuport.tracing.session.tracer.program_leaves
+
+    def as_tensors(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[Any]]:
+        values, _ = real(leaves, wide=wide)
+        return values, [torch.empty((), device="meta") for _ in leaves]
+
+    monkeypatch.setattr(tpuport.tracing.session.tracer, "program_leaves", as_tensors)
+    with pytest.raises(ParityError, match="where eager PyTorch gives float"):
+        ported(torch.ones(3))
+
+
 def test_floats_put_into_int64_tensors_have_64_bits():
     ported = tpuport.convert(_put)
     for x in (torch.tensor([1.5, -2.0, 3.0]), torch.tensor([3e9, -4e9, 1e20])):

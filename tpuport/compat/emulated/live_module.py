@@ -362,7 +362,10 @@ class LiveModel(PortedModel):
         made = arguments.from_program(value, meta)
         if not isinstance(made, torch.Tensor):
             return made
-        return gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+        host = gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+        if made._or_number:  # type: ignore[attr-defined]
+            host._or_number = True  # type: ignore[attr-defined]  (verification asks for it)
+        return host
 
     def _trimmed(self, value: Any, meta: arguments.Unsized) -> torch.Tensor:
         """Return the real elements of a result whose size depends on data.

@@ -11,6 +11,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.compare import same_value
+from tpuport.tracing.control_flow.merge import is_like
 from tpuport.tracing.core.export import to_torch
 
 # Python values that are compared; of other objects, such as functions, only the class.
@@ -79,6 +80,10 @@ class _Walker:
             yield from _statics(want[1], have[1], path)
         elif want[0] == have[0] == "array":
             yield from _statics(want[2], have[2], path)
+        elif want[0] == "static" and have[0] == "leaf" and self._may_be(have[1], want[1]):
+            # docs/promises.md: on some path it is a number, on another a tensor.
+            tensor = self.theirs[have[1]]
+            yield Pair(path, torch.tensor(want[1], dtype=tensor.dtype), tensor)
         elif want[:2] != have[:2]:
             yield _unlike(path, self._words(want, self.ours), self._words(have, self.theirs))
 
@@ -92,6 +97,11 @@ class _Walker:
             first = self.met.get(want) or self.met[~have]
             only = "eager PyTorch" if known is not None else "the port"
             yield Pair(path, problem=f"the same tensor as {first} in {only} only")
+
+    def _may_be(self, index: int, number: Any) -> bool:
+        """Return whether the port's tensor stands for a Python number of this kind too."""
+        tensor = self.theirs[index]
+        return getattr(tensor, "_or_number", False) and is_like(tensor, type(number))
 
     def _nodes(self, want: Any, have: Any, path: str) -> Iterator[Pair]:
         if want.kind is not have.kind:

@@ -383,6 +383,11 @@ def branch_leaf(value: Any) -> bool:
     )
 
 
+def may_be_number(value: Any) -> bool:
+    """Return whether eager has a Python number in place of a value, on some path at least."""
+    return not isinstance(value, torch.Tensor) or getattr(value, "_or_number", False)
+
+
 _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
@@ -500,7 +505,7 @@ def _check_sides(sides: list[_Side]) -> str | None:
                 same = same and bounds is not None and x.dtype == y.dtype
             elif isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
                 tensor, kind = (x, y) if isinstance(x, torch.Tensor) else (y, x)
-                same = same and _is_like(tensor, kind)
+                same = same and is_like(tensor, kind)
                 a.metas[index] = b.metas[index] = tensor if same else x
                 # A Python int has 64 bits.
                 a.wide[index] = a.wide[index] or tensor.dtype is torch.int64
@@ -516,7 +521,7 @@ def _check_sides(sides: list[_Side]) -> str | None:
     )
 
 
-def _is_like(tensor: torch.Tensor, kind: Any) -> bool:
+def is_like(tensor: torch.Tensor, kind: Any) -> bool:
     """Return whether a tensor stands for a Python number of this kind wherever one is used."""
     dtypes = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}
     return not tensor.dim() and tensor.dtype == dtypes.get(_KINDS.get(kind, kind))
@@ -569,6 +574,7 @@ def _merged_leaves(
             if min(flows) is not flow:  # only one side gives what has a gradient
                 flow = min(flow, Flow.MAYBE if torch.is_grad_enabled() else Flow.HIDDEN)
             tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
+            tensor._or_number = any(map(may_be_number, (one, other)))
             tensor = joined(trace, tensor, one, other, sizes[index])
             leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:

@@ -281,7 +281,9 @@ def from_program(value: Any, meta: Any) -> Any:
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
         return kind(value)
     flow = flow_seen(meta.requires_grad)
-    return TracedTensor(Storage(value, None), (), result_meta(meta), value, flow)
+    made = TracedTensor(Storage(value, None), (), result_meta(meta), value, flow)
+    made._or_number = getattr(meta, "_or_number", False)
+    return made
 
 
 def result_meta(meta: torch.Tensor) -> torch.Tensor:

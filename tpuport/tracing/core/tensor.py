@@ -72,6 +72,8 @@ class TracedTensor(backend.TorchaxTensor):
     # The boolean tensor that this one negates, and that tensor's value at the time.
     _negates: "tuple[TracedTensor, jax.Array] | None" = None
     _as_number: tuple[jax.Array, int, Any] | None = None
+    # Whether eager has a Python number in its place on some path.
+    _or_number = False
     # Which row it is of what a loop has made: see `series`.
     _row: SeriesRow | None = None
     # Whether it is state of the program or one of its arguments.

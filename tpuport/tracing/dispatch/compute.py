@@ -77,6 +77,9 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         value = tied(value, *map(value_of, tensors))
     result = _wrap_result(func, value, metas, trace, flow)
     _mark(func, args, kwargs, result)
+    if isinstance(result, TracedTensor) and not result.dim():
+        given = [t for t in tensors if isinstance(t, torch.Tensor)]
+        result._or_number = bool(given) and all(getattr(t, "_or_number", False) for t in given)
     return result
 
 

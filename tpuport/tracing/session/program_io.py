@@ -44,6 +44,8 @@ def program_leaves(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[An
         else:
             values.append(value(leaf))
             metas.append(meta_of(leaf, like=True))
+            if getattr(leaf, "_or_number", False):
+                metas[-1]._or_number = True
     return values, metas
 
 
