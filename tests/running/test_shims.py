@@ -2,12 +2,18 @@
 
 import sys
 import threading
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import safetensors
+import torch
+import torch.nn.attention.flex_attention
+import torch.utils.checkpoint
 
 import tpuport
 import tpuport.compat.shims
+from tpuport.compat import porting
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching import shim as _shim
 from tpuport.foundation.patching.shim import REPLACED, Replacement, find_shims
@@ -149,3 +155,29 @@ def test_a_package_that_is_imported_inside_the_block_is_shimmed(monkeypatch):
         assert inner.call() == "ours"
         assert inner.__loader__ is inner.__spec__.loader
     assert inner.call() == "before"
+
+
+def test_the_modules_of_the_process_are_looked_through_once(monkeypatch: pytest.MonkeyPatch):
+    """It takes longest where much is imported; all copies are found nevertheless."""
+    looked, look_for = [], _shim.look_for
+
+    def counted(originals: Any) -> Any:
+        looked.append(found := look_for(originals))
+        return found
+
+    monkeypatch.setattr(_shim, "look_for", counted)
+    monkeypatch.setattr(porting, "look_for", counted)
+    copied = {
+        "wait_for_all": torch.distributed.barrier,
+        "sdpa_kernel": torch.nn.attention.sdpa_kernel,
+        "flex": torch.nn.attention.flex_attention.flex_attention,
+        "safe_open": safetensors.safe_open,
+        "checkpoint": torch.utils.checkpoint.checkpoint,
+    }
+    module = ModuleType("has_copies")
+    vars(module).update(copied)
+    monkeypatch.setitem(sys.modules, "has_copies", module)
+    with tpuport.porting():
+        assert [name for name, value in copied.items() if vars(module)[name] is value] == []
+    assert {name: vars(module)[name] for name in copied} == copied
+    assert len(looked) == 1

@@ -22,7 +22,7 @@ from tpuport.compat.import_stubs import STAND_INS
 from tpuport.compat.imports.import_hook import hook
 from tpuport.compat.packages._package import find_packages
 from tpuport.foundation.errors import UsageError
-from tpuport.foundation.patching.shim import REPLACED, find_shims
+from tpuport.foundation.patching.shim import REPLACED, find_shims, look_for
 
 
 @contextlib.contextmanager
@@ -133,11 +133,17 @@ class _Shims(InForce):
         self._finder = _LateModules(self._shim_late)
 
     def _install(self) -> None:
-        shims = find_shims(tpuport.compat.shims)
+        shims = [shim() for shim in find_shims(tpuport.compat.shims)]
         try:
+            look_for(
+                original
+                for shim in shims
+                if shim.MODULE in sys.modules
+                for original in shim.copied()
+            )
             for shim in shims:
                 if shim.MODULE in sys.modules:
-                    REPLACED.add(self._token, shim().replacements())
+                    REPLACED.add(self._token, shim.replacements())
                 else:
                     self._finder.wanted.add(shim.MODULE)
         except BaseException:
@@ -155,7 +161,9 @@ class _Shims(InForce):
         with self._lock:
             for shim in find_shims(tpuport.compat.shims) if self._contexts else ():
                 if name == shim.MODULE:
-                    REPLACED.add(self._token, shim().replacements())
+                    late = shim()
+                    look_for(late.copied())
+                    REPLACED.add(self._token, late.replacements())
 
 
 class _LateModules(importlib.abc.MetaPathFinder):

@@ -60,6 +60,9 @@ class BackendSwitches(Shim):
     REASON = "a choice of GPU kernels would leave the CPU's attention without any"
     REFERENCE = "torch.nn.functional.scaled_dot_product_attention without the switches"
 
+    def copied(self) -> list[Any]:
+        return [torch.nn.attention.sdpa_kernel]
+
     def replacements(self) -> list[Replacement]:
         backends = torch.backends.cuda
         table = {name: _KEPT.setter(asks) for name, asks in _SWITCHES.items()}

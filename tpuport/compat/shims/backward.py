@@ -35,6 +35,9 @@ class CheckpointedBackward(Shim):
     REASON = "torch takes function modes away in a backward pass"
     REFERENCE = "the same function on CUDA, where a device is no mode"
 
+    def copied(self) -> list[Any]:
+        return [torch.utils.checkpoint.checkpoint]
+
     def replacements(self) -> list[Replacement]:
         original = torch.utils.checkpoint.checkpoint
 

@@ -1,7 +1,6 @@
 """`torch.distributed` of one process: NCCL needs GPUs, and the compiler spreads the programs."""
 
 import functools
-import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 from tpuport.compat.emulated import process_group, replicas
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._collectives import COLLECTIVES
-from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.foundation.patching.shim import Replacement, Shim, copies
 from tpuport.tracing.patches._count import count
 
 
@@ -41,22 +40,15 @@ class Distributed(Shim):
         ]
         # Only in the package: PyTorch's own modules ask c10d, and must see the real backend.
         found.append(Replacement(dist, "get_backend", _get_backend(dist.get_backend)))
-        return found + _copies(
-            {id(getattr(c10d, n)): (getattr(c10d, n), f) for n, f in ours.items()}
-        )
+        copied = [copies(getattr(c10d, name), call, c10d) for name, call in ours.items()]
+        return found + [one for made in copied for one in made if one.owner is not dist]
+
+    def copied(self) -> list[Any]:
+        return [getattr(c10d, name) for name in _NAMES if hasattr(c10d, name)]
 
 
-def _copies(ours: dict[int, tuple[Any, Any]]) -> list[Replacement]:
-    """Return replacements of the copies that `from torch.distributed import ...` made elsewhere."""
-    return [
-        Replacement(module, name, ours[id(value)][1])
-        for module in list(sys.modules.values())
-        if module is not c10d
-        and module is not dist
-        and isinstance(getattr(module, "__dict__", None), dict)
-        for name, value in list(vars(module).items())
-        if id(value) in ours and ours[id(value)][0] is value
-    ]
+_NAMES = (*COLLECTIVES, "init_process_group", "new_group", "destroy_process_group")
+_NAMES += ("is_nccl_available",)
 
 
 def _inside(name: str, ours: Any) -> Any:

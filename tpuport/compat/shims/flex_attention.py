@@ -24,6 +24,9 @@ class EagerFlexAttention(Shim):
     REFERENCE = "the forward pass of PyTorch's own flex_attention, and its derivative"
     MODULE = "torch.nn.attention.flex_attention"
 
+    def copied(self) -> list[Any]:
+        return [flex.flex_attention]
+
     def replacements(self) -> list[Replacement]:
         eager = flex.flex_attention
 

@@ -71,6 +71,11 @@ class SafetensorsFiles(Shim):
     REFERENCE = "safetensors.safe_open(..., device='cpu')"
     MODULE = "safetensors"
 
+    def copied(self) -> list[Any]:
+        import safetensors
+
+        return [safetensors.safe_open]
+
     def replacements(self) -> list[Replacement]:
         import safetensors
 

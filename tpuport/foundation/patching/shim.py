@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Shim:
         """Return what to replace; called when the shim is installed."""
         raise NotImplementedError
 
+    def copied(self) -> list[Any]:
+        """Return the functions of which it replaces the copies in other modules, too."""
+        return []
+
 
 def find_shims(package: ModuleType) -> tuple[type[Shim], ...]:
     """Return every shim class in a package (files with a leading underscore are no shims)."""
@@ -79,24 +83,47 @@ def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
         home: the module that defines it, where the caller replaces it.
     """
     known = _COPIES.get(id(original))
-    if known is None or known[0] is not original or known[1] != len(sys.modules):
-        places = [
-            (module, name)
-            for module in list(sys.modules.values())
-            if module is not home and isinstance(getattr(module, "__dict__", None), dict)
-            for name, value in list(vars(module).items())
-            if value is original
-        ]
-        known = _COPIES[id(original)] = (original, len(sys.modules), places)
+    if known is None or known.original is not original or known.modules != len(sys.modules):
+        known = look_for([original])[id(original)]
     return [
         Replacement(module, name, replacement)
-        for module, name in known[2]
-        if vars(module).get(name) is original
+        for module, name in known.places
+        if module is not home and vars(module).get(name) is original
     ]
 
 
-# Looking through every module of the process takes longer than tracing a small model.
-_COPIES: dict[int, tuple[Any, int, list[tuple[Any, str]]]] = {}
+class _Copies(NamedTuple):
+    """The places of a function, found when there were so many modules."""
+
+    original: Any
+    modules: int
+    places: list[tuple[Any, str]]
+
+
+_COPIES: dict[int, _Copies] = {}
+
+
+def look_for(originals: Iterable[Any]) -> dict[int, _Copies]:
+    """Look through all modules once for the copies of functions, for which `copies` is called next.
+
+    A process has hundreds of thousands of names in its modules. To look at them takes longer than
+    to trace a small model, for many functions hardly longer than for one.
+    """
+    count = len(sys.modules)
+    wanted = {id(one): _Copies(one, count, []) for one in originals}
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict) or wanted.keys().isdisjoint(map(id, list(names.values()))):
+            continue
+        for name, value in list(names.items()):
+            if id(value) in wanted:
+                wanted[id(value)].places.append((module, name))
+    for key, known in list(_COPIES.items()):
+        if known.modules != count:
+            _COPIES.pop(key, None)
+    _COPIES.update(wanted)
+    return wanted
+
 
 _MISSING = object()
 
@@ -121,6 +148,8 @@ class Replaced:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._attributes: dict[tuple[int, str], _Attribute] = {}
+        # What a token replaced, by its id: a process has thousands of replacements.
+        self._keys: dict[int, list[tuple[int, str]]] = {}
 
     def add(self, token: object, items: Iterable[Replacement]) -> None:
         """Install replacements on behalf of `token`."""
@@ -135,14 +164,14 @@ class Replaced:
                     attribute = _Attribute(item.owner, item.name, before)
                     self._attributes[key] = attribute
                 attribute.layers.append((token, item.value))
+                self._keys.setdefault(id(token), []).append(key)
                 setattr(item.owner, item.name, item.value)
 
     def remove(self, token: object) -> None:
         """Take back the replacements that were installed on behalf of `token`."""
         with self._lock:
-            for key, attribute in reversed(list(self._attributes.items())):
-                if not any(owner is token for owner, _ in attribute.layers):
-                    continue
+            for key in reversed(dict.fromkeys(self._keys.pop(id(token), ()))):
+                attribute = self._attributes[key]
                 attribute.layers = [pair for pair in attribute.layers if pair[0] is not token]
                 if attribute.layers:
                     setattr(attribute.owner, attribute.name, attribute.layers[-1][1])
