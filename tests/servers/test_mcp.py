@@ -1,6 +1,7 @@
 """The MCP server, by the reference client of the `mcp` package over standard input and output."""
 
 import asyncio
+import importlib.util
 import os
 import sys
 import time
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("mcp")
-
-from mcp import Client, StdioServerParameters
-
 from tpuport.foundation.errors import UsageError
 from tpuport.servers.bounds import Bounds
+
+# Without its import, which takes a second: each process collects all tests.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("mcp") is None, reason="waits for mcp: pip install mcp"
+)
 
 LINTED = """
 import torch
@@ -36,8 +38,10 @@ time.sleep(600)
 """
 
 
-def ask(folder: Path, talk: Callable[[Client], Awaitable[None]], *options: str) -> None:
+def ask(folder: Path, talk: Callable[[Any], Awaitable[None]], *options: str) -> None:
     """Start a server for a folder and talk to it."""
+    from mcp import Client, StdioServerParameters
+
     code = "from tpuport.cli.app import app; app()"
     started = StdioServerParameters(
         command=sys.executable,
@@ -75,7 +79,7 @@ def test_an_agent_lints_and_is_kept_in_its_folder_and_its_time(tmp_path: Path):
     (folder / "way_out.py").symlink_to(tmp_path / "secret.py")
     (folder / "way_round.py").symlink_to(folder / "model.py")
 
-    async def talk(client: Client) -> None:
+    async def talk(client: Any) -> None:
         tools = {tool.name for tool in (await client.list_tools()).tools}
         assert tools == {"lint", "run", "verify", "verify_port", "compile"}
 
@@ -141,7 +145,7 @@ def test_an_agent_verifies_its_port(tmp_path: Path):
     (tmp_path / "spec.py").write_text(SPEC)
     (tmp_path / "script.py").write_text("import sys\nprint('arguments', sys.argv[1:])\n")
 
-    async def talk(client: Client) -> None:
+    async def talk(client: Any) -> None:
         found = await client.call_tool("verify_port", {"spec": "spec.py"})
         assert found.structured_content["status"] == 1
         assert '"failed_stage": "numbers"' in found.structured_content["output"]

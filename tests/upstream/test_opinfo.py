@@ -1,11 +1,18 @@
 """Operators of PyTorch's own test database, as `python -m benchmarks.opinfo` runs all of them."""
 
+import functools
+from typing import Any
+
 import pytest
 
 from benchmarks import opinfo
 from tpuport.tracing.core.tensor import TracedTensor
 
-ENTRIES = {opinfo.full_name(entry): entry for entry in opinfo.database()}
+
+@functools.cache
+def entries() -> dict[str, Any]:
+    """The database by name. To import it takes a second: each process collects all tests."""
+    return {opinfo.full_name(entry): entry for entry in opinfo.database()}
 
 
 @pytest.mark.parametrize(
@@ -16,7 +23,7 @@ ENTRIES = {opinfo.full_name(entry): entry for entry in opinfo.database()}
     ],
 )
 def test_an_operator_gives_eagers_values_and_gradients(name: str):
-    outcome = opinfo.run(ENTRIES[name], most=2)
+    outcome = opinfo.run(entries()[name], most=2)
     assert outcome.kind == "passes", outcome.findings
 
 
@@ -24,7 +31,7 @@ def test_an_operator_gives_eagers_values_and_gradients(name: str):
 @pytest.mark.parametrize("part", range(8))
 def test_a_quarter_of_the_database(part: int):
     """Every fourth entry with two samples; docs/opinfo.md has all of them with more."""
-    outcomes = [opinfo.run(ENTRIES[name], most=2) for name in sorted(ENTRIES)[part::32]]
+    outcomes = [opinfo.run(entries()[name], most=2) for name in sorted(entries())[part::32]]
     wrong = [o for o in outcomes if o.kind not in ("passes", "refused", "not run")]
     assert not wrong
     assert sum(o.kind == "passes" for o in outcomes) > 0.8 * len(outcomes)
@@ -46,7 +53,7 @@ def test_the_page_counts_entries_by_their_worst_sample():
 
 
 def test_what_differs_is_found(monkeypatch: pytest.MonkeyPatch):
-    entry = ENTRIES["nn.functional.gelu"]
+    entry = entries()["nn.functional.gelu"]
     right = entry.op
     monkeypatch.setattr(
         entry, "op", lambda x, **options: right(x if type(x) is not TracedTensor else 2 * x)
