@@ -113,7 +113,7 @@ class Applies(nn.Module):
 
 
 def _gradient(ported: Any) -> Any:
-    return jax.grad(lambda p: ported.apply(p, ported.buffers, None, X)[0])(ported.params)
+    return jax.jit(jax.grad(lambda p: ported.apply(p, ported.buffers, None, X)[0]))(ported.params)
 
 
 def test_a_wrong_number_of_gradients_is_refused():

@@ -156,7 +156,7 @@ def test_local_functions_get_gradients():
     def loss(params: Any) -> Any:
         return (ported.apply(params, ported.buffers, jax.random.key(0), x)[0] ** 2).mean()
 
-    got = jax.grad(loss)(ported.params)
+    got = jax.jit(jax.grad(loss))(ported.params)
     module(x).square().mean().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
@@ -190,7 +190,7 @@ def test_parameters_that_an_attribute_holds_are_parameters(kind: str):
     def loss(params: Any) -> Any:
         return ported.apply(params, ported.buffers, jax.random.key(0), x)[0].sum()
 
-    got = jax.grad(loss)(ported.params)
+    got = jax.jit(jax.grad(loss))(ported.params)
     module(x).sum().backward()
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
