@@ -1,5 +1,6 @@
 """The outcome of `tpuport verify`: as text, JSON and a page."""
 
+import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,9 +31,11 @@ from tpuport.verify.processes import (
     prepare,
     run,
 )
+from tpuport.verify.rounding import ExplainedStage, Rounding
 from tpuport.verify.stage_table import stage_table
 
 STAGES = ("interface", "numbers", "behaviour")
+_MOST_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,14 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
         )
     ported = run(what, PORTED, out)
     failed = ported.status or not (ported.folder / "record.json").exists()
-    stages = [] if failed else _compared(what, eager, ported, out, limits)
+    stages, notes = ([], []) if failed else _compared(what, eager, ported, out, limits)
     found = Verification(
         str(what.script),
         what.steps,
         what.seed,
         stages,
         ported.tail if failed else "",
-        _notes(eager, what, stages),
+        [*_notes(eager, what, stages), *notes],
         str(out),
     )
     (out / RESULT).write_text(found.to_json())
@@ -133,18 +136,47 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
 
 def _compared(
     what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path, limits: Limits
-) -> list[Stage]:
-    """Return the stages, as far as the interface lets them be compared."""
+) -> tuple[list[Stage], list[str]]:
+    """Return the stages, as far as the interface lets them be compared, and notes on them."""
     mine, other = Recording(eager.folder), Recording(ported.folder)
-    stages = [interface(mine, other)]
+    stages, notes = [interface(mine, other)], []
     if not stages[0].passed:
-        return stages
+        return stages, notes
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
-    if not stages[-1].passed:
-        # Optimizers like Adam make steps of full size of gradients that are zero but for rounding.
-        again = Recording(run(what, DISTURBED, out).folder)
-        stages[-1] = behaviour(mine, other, limits.behaviour, again)
-    return stages
+    rounding = Rounding(what, out, mine, other, limits, {})
+    with contextlib.closing(rounding):
+        if not stages[1].passed:
+            explained = rounding.of_numbers()
+            notes += _explained(explained, rounding, "gradients of the first step")
+            if explained is None:
+                return stages, notes
+            stages[1] = explained.stage
+        elif not stages[2].passed:
+            # Adam makes steps of full size of gradients that are zero but for rounding.
+            again = Recording(run(what, DISTURBED, out).folder)
+            stages[2] = behaviour(mine, other, limits.behaviour, again)
+        if not stages[2].passed:
+            explained = rounding.of_behaviour()
+            notes += _explained(explained, rounding, "what is there at the end")
+            stages[2] = stages[2] if explained is None else explained.stage
+    return stages, notes
+
+
+def _explained(found: ExplainedStage | None, rounding: Rounding, what: str) -> list[str]:
+    """Say what rounding has to do with a difference."""
+    if found is None:
+        return [f"Whether it is rounding was not found out: {rounding.why_not}."] * bool(
+            rounding.why_not
+        )
+    if not found.turned:
+        return []
+    shown = "; ".join(str(one) for one in found.turned[:_MOST_SHOWN])
+    more = len(found.turned) - _MOST_SHOWN
+    shown += f"; and {more} more" if more > 0 else ""
+    return [
+        f"rounding: in the port, numbers are on the other side of a kink, or another one is the"
+        f" largest ({shown}). With the same in eager PyTorch, {what} agree."
+    ]
 
 
 def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) -> list[str]:
