@@ -358,3 +358,71 @@ def test_a_turned_decision_of_a_window(function):
         return out.sum()
 
     assert torch.equal(torch.autograd.functional.jacobian(turned, x), want)
+
+
+# Models that draw in their forward, and a script that draws beside them. In the second run, the
+# ported one, the noise of one of them may be another one.
+NOISE = """
+import os
+import torch
+from torch import nn
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.back = nn.Linear(6, 8), nn.Linear(4, 6)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x):
+        mean, spread = self.code(self.drop(x)).chunk(2, -1)
+        noise = torch.randn_like(mean) * (1.05 if second_run and FAULT == "VAE" else 1.0)
+        return self.back(mean + noise * (spread / 2).exp()), mean, spread
+
+class DDPM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 16), nn.SiLU(), nn.Linear(16, 6))
+        self.register_buffer("kept", torch.linspace(0.99, 0.1, 20).cumprod(0))
+
+    def forward(self, x):
+        t = torch.randint(0, 20 - (second_run and FAULT == "DDPM"), (len(x),), device=x.device)
+        noise, kept = torch.randn_like(x), self.kept[t][:, None]
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return (self.net(torch.cat([noisy, t[:, None] / 20], 1)) - noise).square().mean()
+
+second_run = os.path.exists(MARK) and os.path.getsize(MARK) == 1
+with open(MARK, "a") as mark:
+    mark.write("x")
+torch.manual_seed(0)
+vae, ddpm = VAE().cuda(), DDPM().cuda()
+optimizers = [torch.optim.Adam(m.parameters(), 1e-3) for m in (vae, ddpm)]
+for step in range(3):
+    x = torch.rand(8, 6, device="cuda")
+    out, mean, spread = vae(x)
+    divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).mean()
+    losses = [nn.functional.mse_loss(out, x) + divergence, ddpm(torch.randn(8, 6).cuda())]
+    for loss, optimizer in zip(losses, optimizers):
+        optimizer.zero_grad()
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "VAE", "DDPM"])
+def test_eager_draws_what_the_programs_of_all_calls_draw(tmp_path, monkeypatch, fault):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    text = NOISE.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", repr(fault))
+    Path("noise.py").write_text(text)
+    result = CliRunner().invoke(app, ["verify", "noise.py", "--json", "--steps=3"])
+    found = json.loads(result.stdout)
+    assert any("drew the random numbers" in note for note in found["notes"])
+    assert found["passed"] is not bool(fault), found["stages"]
+    plain, same, ported = (
+        Recording(Path("verify-noise") / side) for side in ("eager", "replayed", "ported")
+    )
+    assert plain.losses != same.losses
+    if not fault:
+        assert np.allclose(np.array(same.losses[-1]), np.array(ported.losses[-1]), rtol=1e-4)

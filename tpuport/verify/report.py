@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from tpuport.verify.compare import (
     numbers,
     shown_problems,
 )
+from tpuport.verify.draws import NOTED, REPLAYED, drew, why_not_replayed
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
@@ -36,6 +37,8 @@ from tpuport.verify.stage_table import stage_table
 
 STAGES = ("interface", "numbers", "behaviour")
 _MOST_SHOWN = 3
+# The name of the run of eager PyTorch on the port's random numbers.
+_REPLAYED = "replayed"
 
 
 @dataclass(frozen=True)
@@ -118,9 +121,13 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
             f"The script fails in eager PyTorch (exit status {eager.status}), so there is"
             f" nothing to compare with. It ends with:\n{eager.tail}"
         )
-    ported = run(what, PORTED, out)
+    ported = run(what, PORTED, out, {"around": [NOTED]})
     failed = ported.status or not (ported.folder / "record.json").exists()
-    stages, notes = ([], []) if failed else _compared(what, eager, ported, out, limits)
+    stages, notes = [], []
+    if not failed:
+        what, reference, settings, notes = _on_same_numbers(what, eager, ported, out)
+        stages, more = _compared(what, reference, ported, out, limits, settings)
+        notes += more
     found = Verification(
         str(what.script),
         what.steps,
@@ -134,8 +141,37 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
     return found
 
 
+def _on_same_numbers(
+    what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path
+) -> tuple[VerifiedScript, FinishedRun, dict[str, Any], list[str]]:
+    """Run eager PyTorch on the random numbers that the port drew in its programs, if it drew any.
+
+    Returns:
+        The script, the run to compare with, settings of further ones, and notes.
+    """
+    draws = drew(ported.folder)
+    if draws is None:
+        return what, eager, {}, []
+    # The calls that are programs are known where CUDA is emulated.
+    emulated = replace(what, plain=False)
+    settings = {"around": [REPLAYED], "draws": str(draws)}
+    again = run(emulated, _REPLAYED, out, settings)
+    has_record = again.status == 0 and (again.folder / "record.json").exists()
+    why_not = why_not_replayed(again.folder) if has_record else "it failed"
+    if why_not:
+        note = f"Eager PyTorch did not draw the random numbers of the port's programs: {why_not}."
+        return what, eager, {}, [note]
+    note = "Eager PyTorch drew the random numbers that the port's programs draw."
+    return emulated, again, settings, [note]
+
+
 def _compared(
-    what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path, limits: Limits
+    what: VerifiedScript,
+    eager: FinishedRun,
+    ported: FinishedRun,
+    out: Path,
+    limits: Limits,
+    settings: dict[str, Any],
 ) -> tuple[list[Stage], list[str]]:
     """Return the stages, as far as the interface lets them be compared, and notes on them."""
     mine, other = Recording(eager.folder), Recording(ported.folder)
@@ -143,7 +179,7 @@ def _compared(
     if not stages[0].passed:
         return stages, notes
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
-    rounding = Rounding(what, out, mine, other, limits, {})
+    rounding = Rounding(what, out, mine, other, limits, settings)
     with contextlib.closing(rounding):
         if not stages[1].passed:
             explained = rounding.of_numbers()
@@ -153,7 +189,7 @@ def _compared(
             stages[1] = explained.stage
         elif not stages[2].passed:
             # Adam makes steps of full size of gradients that are zero but for rounding.
-            again = Recording(run(what, DISTURBED, out).folder)
+            again = Recording(run(what, DISTURBED, out, settings).folder)
             stages[2] = behaviour(mine, other, limits.behaviour, again)
         if not stages[2].passed:
             explained = rounding.of_behaviour()
@@ -193,9 +229,4 @@ def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) ->
         notes.append("No optimizer made a step: only written files were compared.")
     elif max(record["steps"]) < what.steps:
         notes.append(f"The script ended after {max(record['steps'])} steps.")
-    if len(stages) > 1 and not stages[1].passed:
-        notes.append(
-            "If a module draws random numbers (dropout, noise in forward), they are other numbers"
-            " on the JAX device: set such rates to 0 to compare."
-        )
     return notes
