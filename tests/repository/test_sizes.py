@@ -139,3 +139,15 @@ def test_the_next_slice() -> None:
     # What eight chips cannot hold if half of it were divided is not compiled for four.
     assert next_slice("v6e-1", compiled(200)) == "v6e-8"
     assert next_slice("v5e-256", compiled(20)) is None
+
+
+def test_a_name_in_camel_case_is_a_size_too(tmp_path: Path) -> None:
+    script = """
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--batchSize", type=int, default=64)
+        parser.add_argument("--nThreads", type=int, default=3)
+        for step in range(3):
+            loss.backward()
+        """
+    assert entry(tmp_path, script)[1].small == ("--batchSize", "4")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from tpuport.cli.app import app
 from tpuport.verify.compare import Recording, behaviour, interface, numbers
 from tpuport.verify.files import compare_files
+from tpuport.verify.kinks import Kinks
 
 TRAIN = """
 import sys
@@ -249,3 +250,179 @@ def test_a_file_with_a_whole_module_is_compared_without_its_class(
     assert found.problems == []
     assert found.errors == [("model.pt", pytest.approx(0.25))]
     assert "their_script" not in sys.modules
+
+
+# One number before the LeakyReLU is nearer to its kink than rounding: in the second run, which
+# stands for a port, it is on the other side.
+KINK = """
+import os
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+first, second = nn.Linear(40, 8), nn.Linear(8, 1)
+optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 1e-2)
+second_run = os.path.exists(MARK) and os.path.getsize(MARK) == 1
+with open(MARK, "a") as mark:
+    mark.write("x")
+for step in range(2):
+    h = first(torch.randn(16, 40))
+    if step == 0:
+        moved, near = torch.zeros_like(h), torch.zeros_like(h)
+        moved[3, 2] = h[3, 2].detach()
+        near[3, 2] = -1e-8 if second_run else 1e-8
+        h = (h - moved) + near
+    loss = second(nn.functional.leaky_relu(h, 0.2)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if step == 0 and second_run and FAULT:
+        with torch.no_grad():
+            first.weight.grad[FAULT] *= 1.05
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("fault", [None, 5])
+def test_a_decision_that_rounding_turned_is_no_difference(tmp_path, monkeypatch, fault):
+    """And a true difference of the same size in another row is one, beside it."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    text = KINK.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", repr(fault))
+    Path("kink.py").write_text(text)
+    options = ["--json", "--plain", "--steps=2"]
+    result = CliRunner().invoke(app, ["verify", "kink.py", *options])
+    found = json.loads(result.stdout)
+    eager, ported = (Recording(Path("verify-kink") / side) for side in ("eager", "ported"))
+    assert not numbers(eager, ported, 1e-4).passed
+    assert found["passed"] is (fault is None)
+    if fault is None:
+        assert any("element 26 of leaky_relu[16, 8]" in note for note in found["notes"])
+        assert [path.name for path in Path("verify-kink").iterdir() if path.is_dir()]
+    else:
+        assert not found["stages"][1]["passed"]
+    assert not list(Path("verify-kink").glob("rounding-*"))
+
+
+KINKS = [
+    (torch.relu, 0.0),
+    (lambda x: torch.nn.functional.leaky_relu(x, 0.3), 0.0),
+    (torch.nn.functional.relu6, 6.0),
+    (lambda x: x.clamp(-0.5, 0.5), 0.5),
+    (lambda x: torch.where(x > 0.25, x * 2, x), 0.25),
+    (torch.abs, 0.0),
+]
+
+
+@pytest.mark.parametrize(("function", "point"), KINKS)
+def test_a_turned_decision_of_a_kink(function, point):
+    x = torch.randn(4, 5)
+    x[1, 2] = point + 1e-6
+    other = x.clone()
+    other[1, 2] = point - 1e-6
+    want = torch.autograd.functional.jacobian(lambda v: function(v).sum(), other)
+    free = torch.autograd.functional.jacobian(lambda v: function(v).sum(), x)
+    assert not torch.equal(want, free)
+
+    def turned(value):
+        with Kinks({0: [7]}) as mode:
+            out = function(value * 1)
+        assert [near[0] for near in mode.calls[0]["near"][:1]] == [7]
+        return out.sum()
+
+    assert torch.equal(torch.autograd.functional.jacobian(turned, x), want)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.nn.functional.max_pool2d(x, 2),
+        lambda x: torch.nn.functional.max_pool2d(x, 3, 2, 1),
+        lambda x: x.amax((1, 2, 3)),
+        lambda x: x.flatten(1).max(1).values,
+    ],
+)
+def test_a_turned_decision_of_a_window(function):
+    x = torch.randperm(128).reshape(2, 1, 8, 8).float()
+    x[1, 0, 4, 4], x[1, 0, 5, 5] = 200.0, 200.0 + 1e-4
+    other = x.clone()
+    other[1, 0, 4, 4] = 200.0 + 2e-4
+    want = torch.autograd.functional.jacobian(lambda v: function(v).sum(), other)
+    with Kinks({}) as mode:
+        function(x.clone().requires_grad_())
+    position = mode.calls[0]["near"][0][0]
+
+    def turned(value):
+        with Kinks({0: [position]}):
+            out = function(value * 1)
+        return out.sum()
+
+    assert torch.equal(torch.autograd.functional.jacobian(turned, x), want)
+
+
+# Models that draw in their forward, and a script that draws beside them. In the second run, the
+# ported one, the noise of one of them may be another one.
+NOISE = """
+import os
+import torch
+from torch import nn
+
+class VAE(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.code, self.back = nn.Linear(6, 8), nn.Linear(4, 6)
+        self.drop = nn.Dropout(0.25)
+
+    def forward(self, x):
+        mean, spread = self.code(self.drop(x)).chunk(2, -1)
+        noise = torch.randn_like(mean) * (1.05 if second_run and FAULT == "VAE" else 1.0)
+        return self.back(mean + noise * (spread / 2).exp()), mean, spread
+
+class DDPM(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 16), nn.SiLU(), nn.Linear(16, 6))
+        self.register_buffer("kept", torch.linspace(0.99, 0.1, 20).cumprod(0))
+
+    def forward(self, x):
+        t = torch.randint(0, 20 - (second_run and FAULT == "DDPM"), (len(x),), device=x.device)
+        noise, kept = torch.randn_like(x), self.kept[t][:, None]
+        noisy = kept.sqrt() * x + (1 - kept).sqrt() * noise
+        return (self.net(torch.cat([noisy, t[:, None] / 20], 1)) - noise).square().mean()
+
+second_run = os.path.exists(MARK) and os.path.getsize(MARK) == 1
+with open(MARK, "a") as mark:
+    mark.write("x")
+torch.manual_seed(0)
+vae, ddpm = VAE().cuda(), DDPM().cuda()
+optimizers = [torch.optim.Adam(m.parameters(), 1e-3) for m in (vae, ddpm)]
+for step in range(3):
+    x = torch.rand(8, 6, device="cuda")
+    out, mean, spread = vae(x)
+    divergence = -0.5 * (1 + spread - mean.square() - spread.exp()).mean()
+    losses = [nn.functional.mse_loss(out, x) + divergence, ddpm(torch.randn(8, 6).cuda())]
+    for loss, optimizer in zip(losses, optimizers):
+        optimizer.zero_grad()
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("fault", ["", "VAE", "DDPM"])
+def test_eager_draws_what_the_programs_of_all_calls_draw(tmp_path, monkeypatch, fault):
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    text = NOISE.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", repr(fault))
+    Path("noise.py").write_text(text)
+    result = CliRunner().invoke(app, ["verify", "noise.py", "--json", "--steps=3"])
+    found = json.loads(result.stdout)
+    assert any("drew the random numbers" in note for note in found["notes"])
+    assert found["passed"] is not bool(fault), found["stages"]
+    plain, same, ported = (
+        Recording(Path("verify-noise") / side) for side in ("eager", "replayed", "ported")
+    )
+    assert plain.losses != same.losses
+    if not fault:
+        assert np.allclose(np.array(same.losses[-1]), np.array(ported.losses[-1]), rtol=1e-4)

@@ -29,6 +29,7 @@ _WORK = "work"
 _TRIALS = 4
 # What libraries would do unasked: send a run to a service, open a window.
 _QUIET = {"WANDB_MODE": "offline", "MPLBACKEND": "Agg"}
+_REPORT = "it is more than rounding: please report it with the script"
 _KINDS = ("made up", "refused write", "process", "connection", "autocast off")
 
 
@@ -176,7 +177,7 @@ def _verified(
     if not found["passed"]:
         wrong = [stage["name"] for stage in found["stages"] if not stage["passed"]]
         answer = f"The port differs from eager PyTorch in {', '.join(wrong)}."
-        ask = "set dropout to 0 if the model draws random numbers; otherwise report it"
+        ask = "; ".join([*found.get("notes", ()), _REPORT])
         return StageRecord("verify", FAILED, "run", answer, ask, result)
     answer = (
         f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager PyTorch's"

@@ -57,8 +57,9 @@ class Option:
 
     @property
     def key(self) -> str:
-        """Return the last part of the name, in one spelling."""
-        return self.name.rpartition(".")[2].replace("-", "_").lower()
+        """Return the last part of the name, in one spelling: `batchSize` as `batch_size`."""
+        name = self.name.rpartition(".")[2].replace("-", "_")
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
 @dataclass

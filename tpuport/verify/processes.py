@@ -5,9 +5,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tpuport.foundation.errors import UsageError
 
@@ -76,25 +77,34 @@ def prepare(out: Path, script: Path) -> None:
     (out / RESULT).write_text("{}")
 
 
-def run(what: VerifiedScript, side: str, out: Path) -> FinishedRun:
+def run(
+    what: VerifiedScript, side: str, out: Path, settings: Mapping[str, Any] | None = None
+) -> FinishedRun:
     """Run the script and gather what it recorded and wrote.
 
     New files below the current folder and the script's are moved away, so that the second run
     begins as the first did.
+
+    Args:
+        what: The script.
+        side: The name of the run; only `PORTED` is ported.
+        out: The folder for the results.
+        settings: Of the recorder, and of what is around the script.
     """
     folder = (out / side).resolve()
     folder.mkdir()
     recorder = folder / "recorder.py"
     shutil.copy(Path(__file__).with_name("recorder.py"), recorder)
-    settings = folder / "settings.json"
+    file = folder / "settings.json"
     wanted = {"steps": what.steps, "seed": what.seed, "disturbed": side == DISTURBED}
     wanted["before"] = None if what.before is None else str(what.before.resolve())
-    settings.write_text(json.dumps({"folder": str(folder), **wanted}))
+    wanted |= {"folder": str(folder), "optimizers": 0, "around": [], **(settings or {})}
+    file.write_text(json.dumps(wanted))
     script = what.script.resolve()
     roots = _roots([Path.cwd(), script.parent])
     before = _files(roots, out.resolve())
     folders = _folders(roots, out.resolve())
-    command = [*_command(what, side, script), str(recorder), str(settings), str(what.script)]
+    command = [*_command(what, side, script), str(recorder), str(file), str(what.script)]
     with (folder / "output.txt").open("wb") as output:
         done = subprocess.run(
             [*command, *what.arguments],

@@ -2,10 +2,13 @@
 
 This file is copied and run by itself, as `python recorder.py SETTINGS SCRIPT ARGS`, in eager
 PyTorch and under a port alike. Losses are the tensors that `backward()` is called on; gradients,
-parameters and the state of optimizers are read at `Optimizer.step`.
+parameters and the state of optimizers are read at `Optimizer.step`. What else is to be around the
+script, such as other arithmetic, the settings name as `module:function`.
 """
 
+import contextlib
 import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -38,10 +41,14 @@ class StepRecorder:
         folder: Where to write it.
         steps: The number of steps after which the script is stopped.
         disturbed: Whether to add to each gradient what rounding could, to see what becomes of it.
+        optimizers: Stop as soon as so many optimizers have made a step, if not 0.
     """
 
-    def __init__(self, folder: Path, steps: int, *, disturbed: bool = False) -> None:
+    def __init__(
+        self, folder: Path, steps: int, *, disturbed: bool = False, optimizers: int = 0
+    ) -> None:
         self.folder, self.steps, self.disturbed = folder, steps, disturbed
+        self.enough = optimizers
         self.noise = torch.Generator().manual_seed(0)
         self.losses: list[list[float]] = []
         self.since_step: list[float] = []
@@ -106,7 +113,8 @@ class StepRecorder:
         self.since_step = []
         index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
         self.counts[index] += 1
-        if self.counts[index] >= self.steps:
+        stepped = sum(count > 0 for count in self.counts)
+        if self.counts[index] >= self.steps or 0 < self.enough <= stepped:
             raise EnoughSteps
 
     def name(self, optimizer: Optimizer) -> None:
@@ -190,14 +198,20 @@ def record() -> None:
     np.random.seed(settings["seed"])
     torch.manual_seed(settings["seed"])
     recorder = StepRecorder(
-        Path(settings["folder"]), settings["steps"], disturbed=settings["disturbed"]
+        *(Path(settings["folder"]), settings["steps"]),
+        disturbed=settings["disturbed"],
+        optimizers=settings["optimizers"],
     )
     recorder.install()
     if settings["before"]:
         runpy.run_path(settings["before"], {"FOLDER": settings["folder"]}, "__before__")
     sys.argv = sys.argv[2:]
     try:
-        run_script(sys.argv[0])
+        with contextlib.ExitStack() as stack:
+            for name in settings["around"]:
+                module, _, function = name.partition(":")
+                stack.enter_context(getattr(importlib.import_module(module), function)(settings))
+            run_script(sys.argv[0])
     except EnoughSteps:
         pass
     except SystemExit as error:

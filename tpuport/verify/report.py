@@ -1,8 +1,9 @@
 """The outcome of `tpuport verify`: as text, JSON and a page."""
 
+import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tpuport.verify.compare import (
     numbers,
     shown_problems,
 )
+from tpuport.verify.draws import NOTED, REPLAYED, drew, why_not_replayed
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
@@ -30,9 +32,13 @@ from tpuport.verify.processes import (
     prepare,
     run,
 )
+from tpuport.verify.rounding import ExplainedStage, Rounding
 from tpuport.verify.stage_table import stage_table
 
 STAGES = ("interface", "numbers", "behaviour")
+_MOST_SHOWN = 3
+# The name of the run of eager PyTorch on the port's random numbers.
+_REPLAYED = "replayed"
 
 
 @dataclass(frozen=True)
@@ -115,36 +121,98 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
             f"The script fails in eager PyTorch (exit status {eager.status}), so there is"
             f" nothing to compare with. It ends with:\n{eager.tail}"
         )
-    ported = run(what, PORTED, out)
+    ported = run(what, PORTED, out, {"around": [NOTED]})
     failed = ported.status or not (ported.folder / "record.json").exists()
-    stages = [] if failed else _compared(what, eager, ported, out, limits)
+    stages, notes = [], []
+    if not failed:
+        what, reference, settings, notes = _on_same_numbers(what, eager, ported, out)
+        stages, more = _compared(what, reference, ported, out, limits, settings)
+        notes += more
     found = Verification(
         str(what.script),
         what.steps,
         what.seed,
         stages,
         ported.tail if failed else "",
-        _notes(eager, what, stages),
+        [*_notes(eager, what, stages), *notes],
         str(out),
     )
     (out / RESULT).write_text(found.to_json())
     return found
 
 
+def _on_same_numbers(
+    what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path
+) -> tuple[VerifiedScript, FinishedRun, dict[str, Any], list[str]]:
+    """Run eager PyTorch on the random numbers that the port drew in its programs, if it drew any.
+
+    Returns:
+        The script, the run to compare with, settings of further ones, and notes.
+    """
+    draws = drew(ported.folder)
+    if draws is None:
+        return what, eager, {}, []
+    # The calls that are programs are known where CUDA is emulated.
+    emulated = replace(what, plain=False)
+    settings = {"around": [REPLAYED], "draws": str(draws)}
+    again = run(emulated, _REPLAYED, out, settings)
+    has_record = again.status == 0 and (again.folder / "record.json").exists()
+    why_not = why_not_replayed(again.folder) if has_record else "it failed"
+    if why_not:
+        note = f"Eager PyTorch did not draw the random numbers of the port's programs: {why_not}."
+        return what, eager, {}, [note]
+    note = "Eager PyTorch drew the random numbers that the port's programs draw."
+    return emulated, again, settings, [note]
+
+
 def _compared(
-    what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path, limits: Limits
-) -> list[Stage]:
-    """Return the stages, as far as the interface lets them be compared."""
+    what: VerifiedScript,
+    eager: FinishedRun,
+    ported: FinishedRun,
+    out: Path,
+    limits: Limits,
+    settings: dict[str, Any],
+) -> tuple[list[Stage], list[str]]:
+    """Return the stages, as far as the interface lets them be compared, and notes on them."""
     mine, other = Recording(eager.folder), Recording(ported.folder)
-    stages = [interface(mine, other)]
+    stages, notes = [interface(mine, other)], []
     if not stages[0].passed:
-        return stages
+        return stages, notes
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
-    if not stages[-1].passed:
-        # Optimizers like Adam make steps of full size of gradients that are zero but for rounding.
-        again = Recording(run(what, DISTURBED, out).folder)
-        stages[-1] = behaviour(mine, other, limits.behaviour, again)
-    return stages
+    rounding = Rounding(what, out, mine, other, limits, settings)
+    with contextlib.closing(rounding):
+        if not stages[1].passed:
+            explained = rounding.of_numbers()
+            notes += _explained(explained, rounding, "gradients of the first step")
+            if explained is None:
+                return stages, notes
+            stages[1] = explained.stage
+        elif not stages[2].passed:
+            # Adam makes steps of full size of gradients that are zero but for rounding.
+            again = Recording(run(what, DISTURBED, out, settings).folder)
+            stages[2] = behaviour(mine, other, limits.behaviour, again)
+        if not stages[2].passed:
+            explained = rounding.of_behaviour()
+            notes += _explained(explained, rounding, "what is there at the end")
+            stages[2] = stages[2] if explained is None else explained.stage
+    return stages, notes
+
+
+def _explained(found: ExplainedStage | None, rounding: Rounding, what: str) -> list[str]:
+    """Say what rounding has to do with a difference."""
+    if found is None:
+        return [f"Whether it is rounding was not found out: {rounding.why_not}."] * bool(
+            rounding.why_not
+        )
+    if not found.turned:
+        return []
+    shown = "; ".join(str(one) for one in found.turned[:_MOST_SHOWN])
+    more = len(found.turned) - _MOST_SHOWN
+    shown += f"; and {more} more" if more > 0 else ""
+    return [
+        f"rounding: in the port, numbers are on the other side of a kink, or another one is the"
+        f" largest ({shown}). With the same in eager PyTorch, {what} agree."
+    ]
 
 
 def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) -> list[str]:
@@ -161,9 +229,4 @@ def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) ->
         notes.append("No optimizer made a step: only written files were compared.")
     elif max(record["steps"]) < what.steps:
         notes.append(f"The script ended after {max(record['steps'])} steps.")
-    if len(stages) > 1 and not stages[1].passed:
-        notes.append(
-            "If a module draws random numbers (dropout, noise in forward), they are other numbers"
-            " on the JAX device: set such rates to 0 to compare."
-        )
     return notes

@@ -62,7 +62,9 @@ def forget() -> None:
 def becomes_program(module: torch.nn.Module, method: str) -> bool:
     """Return whether a call made now is to be a program of its own."""
     settings = active()
-    if settings is None or not settings.port_modules or is_part_of_program():
+    if settings is None or is_part_of_program():
+        return False
+    if not settings.port_modules and settings.hooks.instead is None:
         return False
     if _has_any_global_hook():
         return False
@@ -102,6 +104,8 @@ def call(
     """
     settings = active()
     assert settings is not None
+    if settings.hooks.instead is not None:
+        return settings.hooks.instead(module, method, original, args, kwargs)
     try:
         if any(isinstance(value, PackedSequence) for value in (*args, *kwargs.values())):
             return original(module, *args, **kwargs)
@@ -151,6 +155,8 @@ def _run(
             model.keep_loops(method)
         out = model.call(method, args, kwargs)
         _REFUSED.pop((type(module), method), None)
+        if settings.hooks.after is not None:
+            settings.hooks.after(module, method, model._last_key)
         return out
 
 
@@ -164,6 +170,8 @@ def attempt(
     """
     settings = active()
     assert settings is not None
+    if settings.hooks.instead is not None:
+        return settings.hooks.instead(module, method, original, args, kwargs)
     try:
         return _run(module, method, args, kwargs, settings, is_whole=True)
     except (PortError, UsageError) as error:

@@ -1,5 +1,6 @@
 """The settings of a porting context, and which context is active."""
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -7,6 +8,20 @@ from typing import Any
 
 from tpuport.compat.emulated.costs import Calls
 from tpuport.compat.emulated.report import RunReport
+
+
+@dataclass
+class CallHooks:
+    """What is done at the calls of modules that are programs, or that would be.
+
+    Attributes:
+        after: Told of each program that has run: its module, the method, and the key of its random
+            numbers.
+        instead: Runs a call in place of its program: the module, the method, its code, arguments.
+    """
+
+    after: Callable[[Any, str, Any], None] | None = None
+    instead: Callable[[Any, str, Any, Any, Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -26,6 +41,7 @@ class PortingSettings:
         options: The options of single shims and provided packages, by name.
         report: The report of what happens in the block.
         calls: The calls of modules in the block.
+        hooks: What is done at those that are programs.
     """
 
     packages: tuple[str, ...] = ()
@@ -40,6 +56,7 @@ class PortingSettings:
     options: dict[str, Any] = field(default_factory=dict)
     report: RunReport = field(default_factory=RunReport, compare=False, repr=False)
     calls: Calls = field(default_factory=Calls, compare=False, repr=False)
+    hooks: CallHooks = field(default_factory=CallHooks, compare=False, repr=False)
 
     def inside(self, outer: "PortingSettings | None") -> "PortingSettings":
         """Return these settings with the names and options of an enclosing block added."""
