@@ -23,7 +23,7 @@ from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
 from tpuport.tracing.core.storage import Storage
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.view_steps import strided_step
+from tpuport.tracing.core.view_steps import retyping_steps, sign_steps, strided_step
 
 
 @dataclass
@@ -522,9 +522,12 @@ class Trace:
         found = self.promoted.get(tensor.untyped_storage()._cdata)
         if found is None:
             return None
+        written, storage = found
         offset: Any = torch.Tensor.storage_offset(tensor)
-        step = strided_step(found[1].held.size, tensor.size(), tensor.stride(), offset)
-        return TracedTensor(found[1], (step,), tensor, None)
+        count = storage.held.size * written.itemsize // tensor.itemsize
+        window = strided_step(count, tensor.size(), tensor.stride(), offset)
+        chain = (*retyping_steps(written.dtype, tensor.dtype), window, *sign_steps(tensor))
+        return TracedTensor(storage, chain, tensor, None)
 
 
 def _constant(tensor: torch.Tensor) -> jax.Array:
