@@ -50,8 +50,20 @@ def differentiated(x):
     return torch.cat([x.grad, weight.grad])
 
 
+def conjugates_and_parts_written(x):
+    z = torch.view_as_complex(x.reshape(6, 2, 2) / 3)
+    z.conj()[0] = z[1] / 7
+    z.conj().imag[:, 1] = x[:, 1] / 3
+    torch._neg_view(z.real).mul_(x[:, :2] / 3)
+    return torch.view_as_real(z.conj().resolve_conj())
+
+
 @pytest.mark.parametrize(
-    "program", [views_and_writes, read_back, normalised, attended, differentiated]
+    "program",
+    [
+        *(views_and_writes, read_back, normalised, attended, differentiated),
+        conjugates_and_parts_written,
+    ],
 )
 def test_results_are_those_of_float64(program):
     x = normal(6, 4)

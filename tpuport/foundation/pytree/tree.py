@@ -30,7 +30,40 @@ from tpuport.foundation.pytree.children import (
 
 def is_leaf(value: Any) -> bool:
     """Return whether `value` crosses the jit boundary as an array (or a generator as its key)."""
-    return isinstance(value, (torch.Tensor, jax.Array, torch.Generator))
+    if isinstance(value, torch.Tensor):
+        return not is_sparse(value)
+    return isinstance(value, (jax.Array, torch.Generator))
+
+
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is made of indices and values, for which jax has no array.
+
+    It stays on the host: a program takes its values as constants.
+    """
+    # Asking for the memory is cheap, and goes through no function of torch.
+    held = torch._C._has_storage(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return not held and tensor.layout in _SPARSE
+
+
+_SPARSE = frozenset(
+    {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+)
+
+
+class _Identity:
+    """A key that is equal to that of the same object only, which it keeps."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and other.value is self.value
+
+    def __repr__(self) -> str:
+        return f"{type(self.value).__name__} at {id(self.value):#x}"
 
 
 @dataclass
@@ -149,10 +182,9 @@ def hashable(value: Any, keep: list[Any]) -> Any:
     if isinstance(value, types.MethodType):
         keep.append(value.__self__)
         return (value.__func__, id(value.__self__))
-    if isinstance(value, weakref.ref):
-        # Comparing it would compare its referent, elementwise for a tensor.
-        keep.append(value)
-        return (weakref.ref, id(value))
+    if isinstance(value, (weakref.ref, torch.Tensor)):
+        # Comparing them would compare a tensor or a referent, elementwise.
+        return _Identity(value)
     if isinstance(value, functools.partial):
         keep.append(value)
         held = (*value.args, *value.keywords.values())

@@ -31,10 +31,10 @@ _SUMS_ROUND = 2 * torch.finfo(torch.float32).eps
 class Float64(TorchDispatchMode):
     """A mode in which eager torch computes in float64 and sees the dtypes that it expects.
 
-    Each storage of floating numbers has a twin in float64. Every op runs on the twins too, and what
-    the code sees are the twins' values, rounded. So casts in the code lose nothing, and views,
-    in-place writes and the backward pass need no rules of their own. If something else has written
-    to a storage (numpy, an extension), its values are taken over.
+    Each storage of floating numbers has a twin in float64, complex ones that of their parts. Every
+    op runs on the twins too, and what the code sees are the twins' values, rounded. So casts in the
+    code lose nothing, and views, in-place writes and the backward pass need no rules of their own.
+    If something else has written to a storage (numpy, an extension), its values are taken over.
 
     Args:
         errors: Put in rounding errors of this many times the size that the dtypes have.
@@ -97,6 +97,8 @@ class Float64(TorchDispatchMode):
         if tensor.is_neg():
             flipped = torch.ops.aten._neg_view.default
             return flipped(self._twin(flipped(tensor)))
+        if tensor.is_complex():
+            return torch.view_as_complex(self._twin(torch.view_as_real(tensor)))
         storage = tensor.untyped_storage()
         count = storage.nbytes() // tensor.itemsize
         key = (storage._cdata, tensor.dtype)
@@ -122,6 +124,10 @@ class Float64(TorchDispatchMode):
 
     def _take(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
         """Make `wide` the value of a new tensor."""
+        if tensor.is_complex():
+            pairs = (torch.view_as_real(one.resolve_conj()) for one in (tensor, wide))
+            self._take(*pairs)
+            return
         tensor.copy_(wide)
         if not _is_wide(tensor):
             return
@@ -216,7 +222,16 @@ class Float64(TorchDispatchMode):
         return made + made.abs().median() * self._sum_error(once) if moves else made
 
     def _show(self, tensor: torch.Tensor) -> None:
-        """Give a tensor that an op wrote to the values of its twin."""
+        """Give a tensor that an op wrote to the values of its twin, which has them as in memory."""
+        if tensor.is_conj():
+            self._show(tensor.conj())
+            return
+        if tensor.is_neg():
+            self._show(torch.ops.aten._neg_view.default(tensor))
+            return
+        if tensor.is_complex():
+            self._show(torch.view_as_real(tensor))
+            return
         known = self._twins.get((tensor.untyped_storage()._cdata, tensor.dtype))
         # The op may have put another storage or size in.
         if known is not None and known[1].numel() * tensor.itemsize == _bytes(tensor):

@@ -210,7 +210,7 @@ def traced_number(tensor: Any, kind: type) -> Any:
     """Return `float(t)`, `int(t)` or `bool(t)` of a traced tensor, as a traced Python number."""
     number = item(tensor) if isinstance(tensor, TracedTensor) else tensor
     if kind is float:
-        return torch.sym_float(number)
+        return sym_numbers.as_python(torch.sym_float(number))
     if kind is int:
         return torch.sym_int(number)
     if isinstance(number, bool):

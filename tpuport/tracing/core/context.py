@@ -15,15 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Shim
+from tpuport.foundation.pytree import is_sparse
 from tpuport.reports.records import AttentionCall
 from tpuport.tracing.core import active, int64
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
-from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.storage import Storage, memory_of, parts_of
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.view_steps import strided_step
+from tpuport.tracing.core.view_steps import retyping_steps, sign_steps, strided_step
 
 
 @dataclass
@@ -466,8 +467,10 @@ class Trace:
         """Record host tensors that this trace made: a write to one of them is not seen outside."""
         if isinstance(value, torch.Tensor):
             if not isinstance(value, TracedTensor):
-                storage = value.untyped_storage()
-                self.made.setdefault(storage._cdata, (len(self.made), storage))
+                key, memory = memory_of(value)
+                self.made.setdefault(key, (len(self.made), memory))
+                if is_sparse(value):
+                    self.note_made(parts_of(value))
         elif isinstance(value, (list, tuple)):
             for item in value:
                 self.note_made(item)
@@ -479,7 +482,7 @@ class Trace:
         """
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, TracedTensor):
             return False
-        return tensor.untyped_storage()._cdata not in self.made
+        return memory_of(tensor)[0] not in self.made
 
     def note_reads(self, operands: Iterable[Any]) -> None:
         """Record which operands of an operation on the host came from outside the trace."""
@@ -493,6 +496,12 @@ class Trace:
         Every alias of the tensor (PyTorch knows them by storage) reads the traced value from then
         on.
         """
+        if tensor.layout is not torch.strided:
+            raise port_error(
+                f"a value of the program is written to a tensor with the layout {tensor.layout}",
+                code="TPU201",
+                remedy="make it dense before (.to_dense()), or the sparse tensor outside",
+            )
         key = tensor.untyped_storage()._cdata
         if key not in self.promoted:
             if self.is_foreign(tensor):
@@ -519,12 +528,15 @@ class Trace:
         known = self.substitutes.get(id(tensor))
         if known is not None or not self.promoted:
             return known
-        found = self.promoted.get(tensor.untyped_storage()._cdata)
+        found = self.promoted.get(memory_of(tensor)[0])
         if found is None:
             return None
+        written, storage = found
         offset: Any = torch.Tensor.storage_offset(tensor)
-        step = strided_step(found[1].held.size, tensor.size(), tensor.stride(), offset)
-        return TracedTensor(found[1], (step,), tensor, None)
+        count = storage.held.size * written.itemsize // tensor.itemsize
+        window = strided_step(count, tensor.size(), tensor.stride(), offset)
+        chain = (*retyping_steps(written.dtype, tensor.dtype), window, *sign_steps(tensor))
+        return TracedTensor(storage, chain, tensor, None)
 
 
 def _constant(tensor: torch.Tensor) -> jax.Array:

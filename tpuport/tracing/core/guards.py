@@ -13,6 +13,7 @@ import torch
 
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.storage import parts_of
 
 
 class PythonValues(Protocol):
@@ -46,7 +47,11 @@ def _same(a: Any, b: Any) -> bool:
 
 def _state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Return what a write to a tensor changes, or an assignment to its `.data`."""
-    return None if tensor.is_inference() else tensor._version, tensor.data_ptr()
+    with torch._C.DisableTorchFunction():
+        values = parts_of(tensor)[-1]
+    if tensor.is_inference():
+        return None, values.data_ptr()
+    return tensor._version + (0 if values is tensor else values._version), values.data_ptr()
 
 
 # Of larger tensors a write through numpy, DLPack or `.data` is not seen: torch counts none of them.
@@ -56,6 +61,7 @@ _MOST_BYTES = 4096
 def _memory_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a tensor, if it is small enough to compare at each call."""
     with torch._C.DisableTorchFunction():
+        tensor = parts_of(tensor)[-1]
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
             return np.empty(0, np.uint8)
         if tensor.untyped_storage().nbytes() > _MOST_BYTES:

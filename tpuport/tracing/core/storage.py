@@ -2,10 +2,12 @@
 
 import enum
 import itertools
+from typing import Any
 
 import jax
 import torch
 
+from tpuport.foundation.pytree import is_sparse
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import ActiveTrace
 from tpuport.tracing.core.view_steps import Detach, replace_value
@@ -24,6 +26,28 @@ class Flow(enum.IntEnum):
     MAYBE = 2
     # requires_grad is True, as in eager.
     SEEN = 3
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[int, Any]:
+    """Return a number for the memory of a host tensor, and what has to live for it to stay valid.
+
+    A sparse tensor, which is made of others, is its own memory.
+    """
+    if tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        return storage._cdata, storage
+    return -id(tensor), tensor
+
+
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors that a host tensor is made of: indices and values of a sparse one."""
+    if not is_sparse(tensor):
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    columns = tensor.layout in (torch.sparse_csc, torch.sparse_bsc)
+    outer = tensor.ccol_indices() if columns else tensor.crow_indices()
+    return [outer, tensor.row_indices() if columns else tensor.col_indices(), tensor.values()]
 
 
 class Storage:

@@ -141,7 +141,11 @@ class NumberNode:
     `held` has the exact value, in 32 bits where that is enough and in 64 where not; `value` is for
     operations on tensors and has 32. `low` and `high` (inclusive) let comparisons that can only go
     one way be decided while tracing. `span` is what `held` can be: it is never infinite.
+    `is_numpy` says that eager has a scalar of numpy: it divides by zero, and makes tensors of its
+    64 bits.
     """
+
+    is_numpy = False
 
     def __init__(
         self,
@@ -380,7 +384,9 @@ class NumberNode:
                 value = operation(self.exact())
             else:
                 value = operation(self.held.astype(jnp.int32) if kind is int else self.held)
-        return NumberNode(value, kind, low, high, expr, span)
+        made = NumberNode(value, kind, low, high, expr, span)
+        made.is_numpy = self.is_numpy
+        return made
 
     def sym_not(self) -> "NumberNode":
         return NumberNode(jnp.logical_not(self.held), bool, 1 - self.high, 1 - self.low)
@@ -490,7 +496,9 @@ def _arithmetic(
         if kind is float and name in _INTEGERS_ONLY:
             raise TypeError(f"unsupported operand types for {name}: 'int' and 'float'")
         kind = result or kind
-        _refuse_operands(name, self, other)
+        is_numpy = self.is_numpy or other.is_numpy
+        if not is_numpy or kind is not float:
+            _refuse_operands(name, self, other)
         span = SPANS[name](self.span, other.span) if kind is int else int64.INT64
         held = (self.held, other.held)
         with int64.scope():
@@ -506,13 +514,15 @@ def _arithmetic(
                 value = operation(a, b)
                 if kind is int and not int64.is_within(span, int64.INT64):
                     _refuse_beyond(name, a, b)
-        if name == "float_pow":
+        if name == "float_pow" and not is_numpy:
             _refuse_power(self, other, value)
         bounds = _BOUNDED.get(name)
         low, high = _corners(bounds, self, other) if bounds else (-math.inf, math.inf)
         if name == "mod" and kind is int and other.low > 0:
             low, high = 0, other.high - 1
-        return NumberNode(value, kind, low, high, _combined(name, kind, self, other), span)
+        made = NumberNode(value, kind, low, high, _combined(name, kind, self, other), span)
+        made.is_numpy = is_numpy
+        return made
 
     return method
 
@@ -640,19 +650,8 @@ for _name, _operation, _exact in (
 
 
 for _name in (
-    "sqrt",
-    "cos",
-    "sin",
-    "tan",
-    "exp",
-    "log",
-    "log2",
-    "tanh",
-    "cosh",
-    "sinh",
-    "asin",
-    "acos",
-    "atan",
+    *("sqrt", "cos", "sin", "tan", "exp", "log", "log2", "tanh", "cosh", "sinh"),
+    *("asin", "acos", "atan"),
 ):
     _operation = getattr(
         jnp, {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}.get(_name, _name)

@@ -71,6 +71,14 @@ def _node(number: Any) -> NumberNode:
     )
 
 
+def as_python(number: Any) -> Any:
+    """Return a traced float that eager has as one of numpy's as one of Python's."""
+    node = getattr(number, "node", None)
+    if not isinstance(node, NumberNode) or not node.is_numpy:
+        return number
+    return from_node(NumberNode(node.held, node.kind, node.low, node.high, node.expr, node.span))
+
+
 def placeholder(number: Any) -> Any:
     """Return a Python number to use for a traced one where only dtypes and shapes matter."""
     return {torch.SymInt: 1, torch.SymFloat: 1.5, torch.SymBool: True}[type(number)]

@@ -343,6 +343,26 @@ def _view_dtype(base: torch.Tensor, out: torch.Tensor, dtype: torch.dtype) -> Vi
     return ViewStep(lambda v: v.view(after), lambda _, new: new.view(before))
 
 
+def retyping_steps(before: torch.dtype, after: torch.dtype) -> tuple[ViewStep, ...]:
+    """Return the steps from a flat storage of one dtype to its bytes as another one."""
+    if before is after:
+        return ()
+    flat = torch.empty(0, dtype=before)
+    if before.is_complex and after is before.to_real():
+        joined = ViewStep(lambda v: v.reshape(-1), lambda pairs, new: new.reshape(pairs.shape))
+        return _view_as_real(flat, flat), joined
+    if after.is_complex and before is after.to_real():
+        paired = ViewStep(lambda v: v.reshape(-1, 2), lambda _, new: new.reshape(-1))
+        return paired, _view_as_complex(flat, flat)
+    return (_view_dtype(flat, flat, after),)
+
+
+def sign_steps(tensor: torch.Tensor) -> tuple[ViewStep, ...]:
+    """Return the steps of what a host tensor only notes: that it is conjugated or negated."""
+    noted = ((tensor.is_conj(), _conj), (tensor.is_neg(), _neg_view))
+    return tuple(build(tensor, tensor) for is_noted, build in noted if is_noted)
+
+
 def _by_index(op: Any) -> ViewBuilder:
     def build(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> ViewStep:
         positions = torch.arange(base.numel()).reshape(base.shape)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from tpuport.foundation.pytree import is_sparse
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
-from tpuport.tracing.core.values import map_tensors
+from tpuport.tracing.core.values import flat, map_tensors
 from tpuport.tracing.dispatch.meta_rules import RULES, pointwise
 
 aten = torch.ops.aten
@@ -27,8 +28,10 @@ def infer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Raises:
         RuntimeError: what torch raises in eager (shapes or dtypes that do not fit).
-        PortError: the size of the result depends on data.
+        PortError: the size of the result depends on data, or it may be sparse.
     """
+    if any(isinstance(t, torch.Tensor) and is_sparse(t) for t in flat(args, kwargs)):
+        args, kwargs = _without_sparse(func, args, kwargs)
     rule = RULES.get(func._opname) or (pointwise if torch.Tag.pointwise in func.tags else None)
     if rule is not None:
         found = rule(func, args, kwargs)
@@ -111,6 +114,36 @@ def _is_factory(func: Any, args: tuple[Any, ...]) -> bool:
     return not any(isinstance(a, torch.Tensor) for a in args) and any(
         a.name == "device" for a in func._schema.arguments
     )
+
+
+# Ops whose result is dense for a sparse tensor and a dense one.
+_PRODUCTS = {"mm", "bmm", "mv", "addmm", "addmv", "baddbmm"}
+
+
+def _without_sparse(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the operands of a product with meta tensors for sparse ones.
+
+    Raises:
+        PortError: it is another op, whose result may be sparse.
+    """
+    if func._opname not in _PRODUCTS:
+        raise port_error(
+            f"{func._opname} of a sparse tensor and a value of the program",
+            code="TPU105",
+            remedy="make the sparse tensor dense before (.to_dense()), or multiply matrices by it"
+            " (torch.spmm, @)",
+        )
+
+    def dense(value: torch.Tensor) -> torch.Tensor:
+        if not is_sparse(value):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+    return tuple(map_tensors(dense, a) for a in args), {
+        k: map_tensors(dense, v) for k, v in kwargs.items()
+    }
 
 
 def to_meta(value: Any) -> Any:

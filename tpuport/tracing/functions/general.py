@@ -130,6 +130,8 @@ def _from_number(trace: Trace, number: Any, dtype: torch.dtype | None) -> torch.
         torch.SymFloat: torch.get_default_dtype(),
         torch.SymBool: torch.bool,
     }
+    if type(number) is torch.SymFloat and getattr(number.node, "is_numpy", False):
+        default[torch.SymFloat] = torch.float64
     meta = torch.empty((), dtype=dtype or default[type(number)], device="meta")
     return wrap_as(func=None, value=sym_numbers.held(number), meta=meta, trace=trace)
 

@@ -50,6 +50,17 @@ def _metas(operands: list[Any]) -> list[Any]:
     return [to_meta(o) if isinstance(o, torch.Tensor) else o for o in operands]
 
 
+@function(torch.sparse.mm, torch.sparse.addmm)
+def _sparse_product(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """Multiply a sparse tensor of the host, which is a constant, by a traced one."""
+    product = torch.mm if func is torch.sparse.mm else torch.addmm
+    matrices = [one for one in args if isinstance(one, torch.Tensor)]
+    if not any_traced(trace, args) or len(matrices) < len(args):  # a name of a reduction
+        return NotImplemented
+    dense = [one if one.layout is torch.strided else one.to_dense() for one in matrices]
+    return product(*dense, **kwargs)
+
+
 @function(_NN.linear, torch.nn.functional.linear)
 def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias")

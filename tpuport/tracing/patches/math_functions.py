@@ -82,7 +82,7 @@ def _traced(name: str, operation: Callable[..., jax.Array]) -> Callable[..., Any
         nodes = _nodes(args)
         if nodes is None:
             return original(*args)
-        _ask_state_first()
+        ask_state_first()
         result = nodes[0].function(operation, *nodes[1:])
         with int64.scope():
             _check(result.exact(), [node.sym_float().exact() for node in nodes])
@@ -91,7 +91,7 @@ def _traced(name: str, operation: Callable[..., jax.Array]) -> Callable[..., Any
     return function
 
 
-def _ask_state_first() -> None:
+def ask_state_first() -> None:
     """Trace again with small state kept concrete, where the number may be a sampler's constant.
 
     A training step changes its state, and would be compiled again for each of its values.

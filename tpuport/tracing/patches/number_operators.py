@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpuport.foundation.patching.shim import Replacement, Shim
@@ -13,7 +14,7 @@ Operator = Callable[..., Any]
 
 
 class NumberOperators(Shim):
-    """`//`, `**`, `divmod` and `round` of numbers that depend on the program's inputs."""
+    """`/`, `//`, `**`, `divmod` and `round` of numbers that depend on the program's inputs."""
 
     TARGET = "torch.SymFloat"
     REASON = "torch has no divmod, rounds quotients, and refuses a power of a negative number"
@@ -42,13 +43,15 @@ def _nodes(*numbers: Any) -> list[Any] | None:
         return None
     nodes = [n.node if isinstance(n, sym_numbers.SYMBOLIC) else _constant(n) for n in numbers]
     if any(node.kind is float for node in nodes):
-        return [node.sym_float() for node in nodes]
+        return [node if node.kind is float else node.sym_float() for node in nodes]
     return nodes
 
 
 def _constant(number: Any) -> NumberNode:
     kind = float if isinstance(number, float) else int
-    return NumberNode(kind(number), kind, number, number)
+    made = NumberNode(kind(number), kind, number, number)
+    made.is_numpy = isinstance(number, np.generic)
+    return made
 
 
 def _floor(a: Any, b: Any) -> Any:
@@ -81,6 +84,11 @@ def _run(name: str, a: Any, b: Any) -> Any:
     return sym_numbers.from_node(getattr(a, name)(b))
 
 
+def _quotient(a: Any, b: Any) -> Any:
+    nodes = _nodes(a, b)
+    return NotImplemented if nodes is None else _run("truediv", *nodes)
+
+
 def _round(number: Any, digits: Any = None) -> Any:
     return sym_numbers.from_node(number.node.round(digits))
 
@@ -92,6 +100,8 @@ def _reflected(operator: Operator) -> Operator:
 _OPERATORS: dict[str, Operator] = {
     "__floordiv__": _floor,
     "__rfloordiv__": _reflected(_floor),
+    "__truediv__": _quotient,
+    "__rtruediv__": _reflected(_quotient),
     "__divmod__": _divided,
     "__rdivmod__": _reflected(_divided),
     "__pow__": _power,

@@ -198,8 +198,9 @@ def _forget_promoted(trace: Trace, before: Mapping[int, Any]) -> None:
     for key in trace.promoted.keys() - before.keys():
         tensor, storage = trace.promoted.pop(key)
         trace.constants.pop(id(tensor), None)
-        held = weakref.ref(tensor)
+        held, form = weakref.ref(tensor), tensor.to("meta")
         del tensor
         # The trace itself holds the memory once, so that no other tensor gets its address.
         if held() is not None or torch._C._storage_Use_Count(key) > 1:  # pyright: ignore
-            trace.promoted[key] = (held(), storage)  # pyright: ignore[reportArgumentType]
+            kept = held()
+            trace.promoted[key] = (form if kept is None else kept, storage)

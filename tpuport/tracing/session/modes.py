@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.op_info import op_info
+from tpuport.tracing.core.storage import memory_of
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.transforms import is_transformed, transforming
 from tpuport.tracing.core.values import flat, tensors_in
@@ -82,7 +83,7 @@ def _writes_on_host(trace: Trace, target: Any) -> bool:
     """
     if not trace.effects or not isinstance(target, torch.Tensor):
         return True
-    number, _ = trace.made[target.untyped_storage()._cdata]
+    number, _ = trace.made[memory_of(target)[0]]
     outside = [effects for effects in trace.effects if number < effects.made_before]
     if any(effects.repeats for effects in outside):
         return False

@@ -113,8 +113,8 @@ def _take_apart(
             for name, value in holder.items():
                 full = prefix + name
                 owners[full], values[full] = (fqn, name), value
-                if value is None:
-                    statics[full] = None
+                if value is None or pytree.is_sparse(value):
+                    statics[full] = pytree.hashable(value, [])
                 else:
                     leaf(tree, full, value)
                     tree.registered.add(full)
@@ -251,7 +251,9 @@ def _tensor_kind(value: Any) -> Any:
 
 
 def _state_leaf(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, *sym_numbers.SYMBOLIC))
+    if isinstance(value, torch.Tensor):
+        return not pytree.is_sparse(value)
+    return isinstance(value, sym_numbers.SYMBOLIC)
 
 
 @dataclass
