@@ -17,6 +17,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.tracing.control_flow.growth import Appended, Plain, Surroundings
 from tpuport.tracing.control_flow.merge import branch_leaf
+from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import series
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.shared_tensors import Refusal
@@ -75,6 +76,7 @@ class Round:
         found: The variables after it.
         reached: The ids of what its functions reached before it, and of the variables' containers.
         is_next: Whether a number is what this round is known to append.
+        memory: The memory from before the loop that it wrote to.
         seen: The serials of the storages that have been appended.
     """
 
@@ -83,6 +85,7 @@ class Round:
     found: list[Any]
     reached: set[int]
     is_next: Callable[[Any, Plain], bool]
+    memory: WrittenMemory
     seen: set[int] = field(default_factory=set)
 
 
@@ -143,6 +146,7 @@ class AppendedList:
         for index, (leaf, one) in enumerate(zip(leaves, self.appended.items, strict=True)):
             if one.dtype is not None:
                 self._note(index, leaf, one, ran)
+                self._refuse_written(index, ran.memory)
                 made.append(value_of(leaf))
             elif not ran.is_next(leaf, one):
                 raise Unread("a number that is appended to a list changes in another way")
@@ -170,6 +174,13 @@ class AppendedList:
         for at, variable in enumerate(ran.found):
             if isinstance(variable, TracedTensor) and variable._storage is storage:
                 self._same[index] = at, _Tie.AFTER if variable is leaf else _Tie.SHARES
+
+    def _refuse_written(self, index: int, memory: WrittenMemory) -> None:
+        """Refuse an appended tensor if rounds write to it, this one or the next."""
+        at, same = self._same.get(index, (-1, None))
+        written = memory.given if same is _Tie.BEFORE else memory.written
+        if at in written:
+            raise Unread("rounds write to a tensor that is appended to a list")
 
     def extend(
         self,
