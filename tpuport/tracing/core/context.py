@@ -21,9 +21,9 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
-from tpuport.tracing.core.storage import Storage
-from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.view_steps import strided_step
+from tpuport.tracing.core.storage import Storage, detaching
+from tpuport.tracing.core.tensor import TracedTensor, differentiable
+from tpuport.tracing.core.view_steps import Detach, strided_step
 
 
 @dataclass
@@ -202,6 +202,9 @@ class Trace:
         self.generators: dict[int, KeyStream] = {}
         self.constants: dict[int, HostConstant] = {}
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
+        # By the address of their memory: tensors that were detached from a promoted one that shares
+        # it, the step to them, and the region where that was made.
+        self.detached: dict[int, list[tuple[torch.Tensor, Detach, int]]] = {}
         self.substitutes: dict[int, TracedTensor] = {}
         self.effects: list[Effects] = []
         # Serials of the storages in which the code asked for a place, counted from their start.
@@ -279,6 +282,7 @@ class Trace:
         self.constants.clear()
         self.masks.clear()
         self.promoted.clear()
+        self.detached.clear()
         self.substitutes.clear()
         self.options = replace(self.options, hoist=None, placement=None)
         self.keys = None
@@ -524,7 +528,41 @@ class Trace:
             return None
         offset: Any = torch.Tensor.storage_offset(tensor)
         step = strided_step(found[1].held.size, tensor.size(), tensor.stride(), offset)
-        return TracedTensor(found[1], (step,), tensor, None)
+        root = _root(tensor)
+        if not differentiable(tensor.dtype) or root is _root(found[0]):
+            return TracedTensor(found[1], (step,), tensor, None)
+        return TracedTensor(found[1], (self._detach(root, found[1]), step), tensor, detached=True)
+
+    def _detach(self, root: torch.Tensor, storage: Storage) -> Detach:
+        """Return the step from promoted memory to a host tensor that is another one for autograd.
+
+        `.detach()` and `.data` make one: it shares the memory, and no gradient.
+
+        Raises:
+            PortError: it was written to in a branch or loop that has ended.
+        """
+        known = self.detached.setdefault(root.untyped_storage()._cdata, [])
+        for index, (other, step, region) in enumerate(known):
+            if other is root and region in self.regions:
+                return step
+            if other is root:
+                if step.graph.version:
+                    raise port_error(
+                        "a detached tensor from before a branch or loop is written to in it",
+                        code="TPU403",
+                        remedy="detach it where it is written, or write to a copy of it",
+                    )
+                del known[index]
+                break
+        made = detaching(storage.held, self)
+        known.append((root, made, self.regions[-1]))
+        return made
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a host tensor is a view of for autograd; itself if it is none."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _constant(tensor: torch.Tensor) -> jax.Array:
