@@ -8,7 +8,6 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CellType
 from typing import Any, NoReturn
 
 import jax
@@ -106,15 +105,16 @@ class AppendedList:
         appended: What a round appends.
 
     Raises:
-        Unread: it is not a list that only variables of closures hold.
+        Unread: something else than variables, objects, lists and dicts may hold it.
     """
 
     def __init__(self, trace: Trace, surroundings: Surroundings, appended: Appended) -> None:
         found = surroundings.list_at(appended.holder)
         if found is None:
             raise Unread("a list is not held as in the first rounds")
-        self.trace, self.value, self.appended = trace, found, appended
-        self._cells = [c for c in surroundings.cells if c.cell_contents is found]
+        self.trace, self.appended, self._surroundings = trace, appended, surroundings
+        self.value, self._places = found
+        self._cells = [c for c in surroundings.cells if c.cell_contents is self.value]
         # By the number of an item: the number of a variable, and what they have to do.
         self._same: dict[int, tuple[int, _Tie]] = {}
 
@@ -122,11 +122,11 @@ class AppendedList:
     def collecting(self) -> Iterator[_Appender]:
         """Put a collector in the place of the list."""
         collector = _Appender()
-        _set(self._cells, collector)
+        self._set(collector)
         try:
             yield collector
         finally:
-            _set(self._cells, self.value)
+            self._set(self.value)
         if collector.is_read:
             raise Unread(_READ)
 
@@ -221,7 +221,7 @@ class AppendedList:
             leaves = [column[number] for column in columns]
             self.value.extend(pytree.unflatten(self.appended.spec, leaves))
 
-
-def _set(cells: list[CellType], value: Any) -> None:
-    for cell in cells:
-        cell.cell_contents = value
+    def _set(self, value: Any) -> None:
+        for cell in self._cells:
+            cell.cell_contents = value
+        self._surroundings.write(self._places, [value] * len(self._places))

@@ -464,19 +464,16 @@ class _Growing:
             watch = Surroundings(self.source.functions, operands)
             first = next(SERIALS)
 
-            with contextlib.ExitStack() as stack:
-                lists = [stack.enter_context(one.collecting()) for one in self.lists]
-
-                def run() -> Any:
-                    for one in lists:
-                        one.items.clear()
+            def run() -> Any:
+                with contextlib.ExitStack() as stack:
+                    lists = [stack.enter_context(one.collecting()) for one in self.lists]
                     stop, made = self.source.run(at, operands)
                     return stop, [list(one.items) for one in lists], made, watch.read(places)
 
-                try:
-                    stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
-                finally:
-                    self.outside.write(places, before)
+            try:
+                stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
+            finally:
+                self.outside.write(places, before)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             self._refuse_effects(effects, watch, spec, places)
             written = [s for s, _, _ in effects.before.values() if s is not self.failures]
