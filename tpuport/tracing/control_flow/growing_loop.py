@@ -24,6 +24,7 @@ from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
 from tpuport.tracing.control_flow.merge import Decisions, branch_leaf, leaf_value
+from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
@@ -462,7 +463,7 @@ class _Growing:
             self.outside.write(places, held)
             at = self.source.number(self.growth.peel, index)
             watch = Surroundings(self.source.functions, operands)
-            first = next(SERIALS)
+            outside, first = read_outside(self.trace), next(SERIALS)
 
             def run() -> Any:
                 with contextlib.ExitStack() as stack:
@@ -476,6 +477,8 @@ class _Growing:
                 self.outside.write(places, before)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             self._refuse_effects(effects, watch, spec, places)
+            if names := outside():
+                raise _unproved(f"a round changes what is outside of the call ({names[0]})")
             written = [s for s, _, _ in effects.before.values() if s is not self.failures]
             if any(self.plan[at].dim is not None for at in self.memory.wrote(inside)):
                 raise _unproved("a round writes to a tensor that grows")

@@ -220,6 +220,8 @@ class Trace:
         # Whether an op runs whose operands were checked (`dispatch.value_checks`).
         self.checked = False
         self.explorer: active.Decider | None = None
+        # Reads the globals and the like that the code may change (`guards.global_state`).
+        self.outside_values: Callable[[], Any] | None = None
         # By the place of a join in the code: the size of its last result, and the frames around it.
         self.joins: dict[Any, Any] = {}
         # How many ops ran, and how often a loop ran when that was looked at.
