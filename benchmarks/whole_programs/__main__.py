@@ -28,8 +28,9 @@ os.environ.setdefault(
 import jax
 import torch
 
+from benchmarks.whole_programs import loops
 from benchmarks.whole_programs.judge import FINDS, Judge, Verdict
-from benchmarks.whole_programs.page import PAGE, page, read
+from benchmarks.whole_programs.page import read, write
 from benchmarks.whole_programs.programs import Maker, Program
 from benchmarks.whole_programs.shrink import shrink
 
@@ -49,13 +50,15 @@ def main() -> None:
     parser.add_argument(
         "--page", metavar="COMMIT", help="write docs/fuzzing.md from the log, as of"
     )
+    parser.add_argument("--loops", action="store_true", help="loops that grow, write and append")
     options = parser.parse_args()
     if options.page:
-        PAGE.write_text(page(read(options.log), options.page))
+        write(read(options.log), options.page, loops=options.loops)
         return
+    make = loops.program if options.loops else lambda seed: Maker(seed).program()
     torch.set_num_threads(1)
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, loops.rolled(short=options.loops):
         judge = Judge(Path(folder))
         plain = Maker(_PLAIN).program()
         judge.run(plain)  # torch and jax import more when they are first used
@@ -67,7 +70,7 @@ def main() -> None:
                 break
             if seed in known:
                 continue
-            program = Maker(seed).program()
+            program = make(seed)
             verdict = judge.run(program)
             if verdict.kind == "slow" and judge.run(plain).kind != "passes":
                 message = f"giving up seed {seed} broke the process: go on with another"

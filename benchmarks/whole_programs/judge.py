@@ -105,7 +105,9 @@ class _TooSlow(BaseException):
 def _copy(model: torch.nn.Module) -> torch.nn.Module:
     """Copy a model, with the values of state that its last call left on a graph of autograd."""
     kept = [
-        value for part in model.modules() for value in (*part.buffers(False), *vars(part).values())
+        value
+        for part in model.modules()
+        for value in (*part.buffers(False), *compare.flat([*vars(part).values()]).values())
     ]
     on_graph = [v for v in kept if isinstance(v, torch.Tensor) and not v.is_leaf]
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in on_graph})

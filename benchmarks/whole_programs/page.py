@@ -33,6 +33,55 @@ def read(log: Path) -> dict[int, Verdict]:
     return {one.pop("seed"): Verdict(**one) for one in found}
 
 
+# What `--loops` writes, after the rest.
+_LOOPS = "\n## Loops\n"
+
+
+def write(found: dict[int, Verdict], commit: str, *, loops: bool) -> None:
+    """Write the page, or its section on loops, and keep the other part.
+
+    Args:
+        found: what became of each program, by its seed.
+        commit: what was run.
+        loops: whether they are `loops.program`.
+    """
+    rest, _, section = PAGE.read_text().partition(_LOOPS)
+    if loops:
+        section = _section(found, commit)
+    else:
+        rest = page(found, commit)
+    PAGE.write_text(rest + _LOOPS + section)
+
+
+def _section(found: dict[int, Verdict], commit: str) -> str:
+    kinds = Counter(one.kind for one in found.values())
+    lines = [
+        "",
+        "Written by `python -m benchmarks.whole_programs --loops --log FILE --page COMMIT`. Each"
+        " program is one loop: `x = torch.cat([x, y])` in one tensor or more, `out[:, t] = y`,"
+        " lists that are appended to, caches, inner loops, `break`; over ranges, rows, `enumerate`"
+        " and `zip`, or a `while`. Loops of few rounds are made one program as long ones are, two"
+        " calls are compared, and `topk` is not generated.",
+        "",
+        f"The last run: {len(found):,} loops on {commit};"
+        f" {sum(v.calls for v in found.values()):,} calls and"
+        f" {sum(v.gradients for v in found.values()):,} sets of gradients were compared.",
+        "",
+        "| outcome | programs |",
+        "|---|---|",
+        *(f"| {kind} | {kinds[kind]:,} |" for kind in _MEANING),
+        "",
+        "| refused | code | message | for example |",
+        "|---|---|---|---|",
+        *_refusals(verdict for verdict in found.values() if verdict.kind == "refused"),
+        "",
+        "Finds that are open:",
+        "",
+        *(_finds([(seed, v) for seed, v in found.items() if v.kind in FINDS]) or ["None."]),
+    ]
+    return "\n".join(lines) + "\n"
+
+
 def page(found: dict[int, Verdict], commit: str) -> str:
     """Return the text of the page.
 

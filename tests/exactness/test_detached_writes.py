@@ -71,6 +71,28 @@ def scattered(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
 
 
 @program
+def of_a_constant(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    out = torch.zeros(3, 4)
+    b, view = out.detach(), out[1]
+    b[0] = w[0]
+    out[1] = w[1]
+    for i in range(2):
+        out.data[i + 1, 2:] = w[i, 2:] * 2
+    return out, b, b * b, view * w[2]
+
+
+@program
+def views_of_a_constant(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    out = torch.zeros(12)
+    rows = out.view(3, 4)
+    last = rows[2]
+    out[:4] = w[0]
+    kept = nn.Parameter(out)
+    rows[1] = w[1]
+    return rows.t()[:, :3], out.view(3, 4), last, kept.view(3, 4) * w.sum()
+
+
+@program
 def through_views(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
     b = a.detach()
     c = b[0]

@@ -222,8 +222,6 @@ def _range_edit(node: ast.For, context: Context) -> Edit:
     # What else a round changes is seen when it runs.
     end = end_of(node)
     lift = _lifted(node, context, end=end, effects=True)
-    if not lift.outputs:
-        raise NotFixable("it changes nothing that is read later")
     more = () if end is None else ("stops=True",)
     return _call_edit(node, lift, context, "for_range", *more, end=end)
 

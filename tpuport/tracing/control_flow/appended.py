@@ -8,7 +8,6 @@ import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CellType
 from typing import Any, NoReturn
 
 import jax
@@ -17,6 +16,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.tracing.control_flow.growth import Appended, Plain, Surroundings
 from tpuport.tracing.control_flow.merge import branch_leaf
+from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import series
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.shared_tensors import Refusal
@@ -75,6 +75,7 @@ class Round:
         found: The variables after it.
         reached: The ids of what its functions reached before it, and of the variables' containers.
         is_next: Whether a number is what this round is known to append.
+        memory: The memory from before the loop that it wrote to.
         seen: The serials of the storages that have been appended.
     """
 
@@ -83,6 +84,7 @@ class Round:
     found: list[Any]
     reached: set[int]
     is_next: Callable[[Any, Plain], bool]
+    memory: WrittenMemory
     seen: set[int] = field(default_factory=set)
 
 
@@ -103,15 +105,16 @@ class AppendedList:
         appended: What a round appends.
 
     Raises:
-        Unread: it is not a list that only variables of closures hold.
+        Unread: something else than variables, objects, lists and dicts may hold it.
     """
 
     def __init__(self, trace: Trace, surroundings: Surroundings, appended: Appended) -> None:
         found = surroundings.list_at(appended.holder)
         if found is None:
             raise Unread("a list is not held as in the first rounds")
-        self.trace, self.value, self.appended = trace, found, appended
-        self._cells = [c for c in surroundings.cells if c.cell_contents is found]
+        self.trace, self.appended, self._surroundings = trace, appended, surroundings
+        self.value, self._places = found
+        self._cells = [c for c in surroundings.cells if c.cell_contents is self.value]
         # By the number of an item: the number of a variable, and what they have to do.
         self._same: dict[int, tuple[int, _Tie]] = {}
 
@@ -119,11 +122,11 @@ class AppendedList:
     def collecting(self) -> Iterator[_Appender]:
         """Put a collector in the place of the list."""
         collector = _Appender()
-        _set(self._cells, collector)
+        self._set(collector)
         try:
             yield collector
         finally:
-            _set(self._cells, self.value)
+            self._set(self.value)
         if collector.is_read:
             raise Unread(_READ)
 
@@ -143,6 +146,7 @@ class AppendedList:
         for index, (leaf, one) in enumerate(zip(leaves, self.appended.items, strict=True)):
             if one.dtype is not None:
                 self._note(index, leaf, one, ran)
+                self._refuse_written(index, ran.memory)
                 made.append(value_of(leaf))
             elif not ran.is_next(leaf, one):
                 raise Unread("a number that is appended to a list changes in another way")
@@ -170,6 +174,13 @@ class AppendedList:
         for at, variable in enumerate(ran.found):
             if isinstance(variable, TracedTensor) and variable._storage is storage:
                 self._same[index] = at, _Tie.AFTER if variable is leaf else _Tie.SHARES
+
+    def _refuse_written(self, index: int, memory: WrittenMemory) -> None:
+        """Refuse an appended tensor if rounds write to it, this one or the next."""
+        at, same = self._same.get(index, (-1, None))
+        written = memory.given if same is _Tie.BEFORE else memory.written
+        if at in written:
+            raise Unread("rounds write to a tensor that is appended to a list")
 
     def extend(
         self,
@@ -210,7 +221,7 @@ class AppendedList:
             leaves = [column[number] for column in columns]
             self.value.extend(pytree.unflatten(self.appended.spec, leaves))
 
-
-def _set(cells: list[CellType], value: Any) -> None:
-    for cell in cells:
-        cell.cell_contents = value
+    def _set(self, value: Any) -> None:
+        for cell in self._cells:
+            cell.cell_contents = value
+        self._surroundings.write(self._places, [value] * len(self._places))

@@ -23,8 +23,10 @@ from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
-from tpuport.tracing.control_flow.merge import branch_leaf, leaf_value
+from tpuport.tracing.control_flow.merge import Decisions, branch_leaf, leaf_value
+from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
+from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -33,7 +35,7 @@ from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import TracedTensor, version, wrap
+from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.core.transforms import transforming
 from tpuport.tracing.core.values import flow_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import (
@@ -54,8 +56,11 @@ _MOST_ROUNDS = 1 << 16
 _REVERSED = type(reversed(range(1)))
 _CANNOT = "the loop cannot be one program: "
 
-# Values, draws, the failed check, whether the loop has ended, and its rounds.
-_Carried = tuple[list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array]
+# Values, those of the memory that its rounds write to, draws, the failed check, whether the loop
+# has ended, and its rounds.
+_Carried = tuple[
+    list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array
+]
 # What a round appends to each list.
 _Added = list[list[jax.Array]]
 
@@ -125,6 +130,10 @@ class _While:
 
 
 _Source = _Range | _While
+
+
+class _Uncarried(Exception):
+    """A round writes to memory from before the loop that the loop does not carry yet."""
 
 
 def _is_traced(value: Any) -> bool:
@@ -304,6 +313,7 @@ class _Growing:
         self.failures = trace.error_code
         self.rounds = self._counted(source)
         self.drawn = False
+        self.memory = WrittenMemory(trace, self.leaves)
 
     def _counted(self, source: _Source) -> int:
         """Return how many rounds there are, but for those that ran before."""
@@ -331,6 +341,8 @@ class _Growing:
         finally:
             self.outside.write(self.growth.places, held)
         self._refuse_effects(effects, self.outside, self.spec, ())
+        if effects.before:
+            raise _unproved("its test writes to a tensor")
         if not found or not found[0]:
             raise _unproved("its number of rounds is not known")
         return found[0]
@@ -355,13 +367,24 @@ class _Growing:
         initial = [self._buffer(leaf, one) for leaf, one in self._tensors()]
         numbers = jnp.arange(self.rounds, dtype=jnp.int32)
         over = truth(self.over) if _is_traced(self.over) else jnp.bool_(self.over)
-        carried = (initial, counts, code, over, jnp.int32(0))
-        (final, counts, code, _, ran), added = jax.lax.scan(self._step, carried, numbers)
+        decisions = Decisions(trace)
+        while True:
+            carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0))
+            try:
+                carried, added = jax.lax.scan(self._step, carried, numbers)
+                break
+            except _Uncarried:
+                self._enter(draws, code)
+                decisions.restore()
+        final, memory, counts, code, _, ran = carried
         self._enter(counts if self.drawn else draws, code)
+        self.memory.write(memory, [one.flow for one in self.plan])
         values, rounds = iter(final), None
         if self.source.stops:
             rounds = NumberNode(ran, int, 0 if _is_traced(self.over) else 1, self.rounds)
         made = [self._after(one, values, rounds) for one in self.plan]
+        for at in self.memory.given:
+            made[at] = self.leaves[at]
         operands, held = pytree.unflatten(self.spec, made)
         self.outside.write(self.growth.places, held)
         for one, arrays in zip(self.lists, added, strict=True):
@@ -419,58 +442,69 @@ class _Growing:
         if not self.source.stops:
             return self._round(carried, number)
         after = jax.lax.cond(
-            carried[3], lambda same: same, lambda live: self._round(live, number)[0], carried
+            carried[4], lambda same: same, lambda live: self._round(live, number)[0], carried
         )
         return after, []
 
     def _round(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, _Added]:
-        values, counts, code, _, ran = carried
+        values, memory, counts, code, _, ran = carried
         self._enter(counts, code)
         explorer = self.trace.explorer
         assert explorer is not None
         places = self.growth.places
-        with self.trace.recording() as effects:
+        with self.memory.holding(memory), self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
             given = iter(values)
             inside = [self._inside(one, given, index) for one in self.plan]
+            for at in self.memory.given:
+                inside[at] = self.leaves[at]
             operands, held = pytree.unflatten(self.spec, inside)
             before = self.outside.read(places)
             self.outside.write(places, held)
             at = self.source.number(self.growth.peel, index)
             watch = Surroundings(self.source.functions, operands)
-            first = next(SERIALS)
+            outside, first = read_outside(self.trace), next(SERIALS)
 
-            with contextlib.ExitStack() as stack:
-                lists = [stack.enter_context(one.collecting()) for one in self.lists]
-
-                def run() -> Any:
-                    for one in lists:
-                        one.items.clear()
+            def run() -> Any:
+                with contextlib.ExitStack() as stack:
+                    lists = [stack.enter_context(one.collecting()) for one in self.lists]
                     stop, made = self.source.run(at, operands)
                     return stop, [list(one.items) for one in lists], made, watch.read(places)
 
-                try:
-                    stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
-                finally:
-                    self.outside.write(places, before)
+            try:
+                stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
+            finally:
+                self.outside.write(places, before)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             self._refuse_effects(effects, watch, spec, places)
-        self._refuse_shared(inside, found, first)
+            if names := outside():
+                raise _unproved(f"a round changes what is outside of the call ({names[0]})")
+            written = [s for s, _, _ in effects.before.values() if s is not self.failures]
+            if any(self.plan[at].dim is not None for at in self.memory.wrote(inside)):
+                raise _unproved("a round writes to a tensor that grows")
+            if self.memory.note(written, inside, found):
+                effects.undo()
+                raise _Uncarried
+            memory = self.memory.after(inside, memory, ran > 0)
+        self._refuse_shared(found, first)
 
         def is_next(value: Any, one: Plain) -> bool:
             return _is_number(value, self._at(one, index))
 
         reached = {*map(id, spec.containers.values()), *(id(v) for v, _ in watch.snapshot.saved)}
-        this = Round(first, inside, found, reached, is_next)
+        this = Round(first, inside, found, reached, is_next, self.memory)
         arrays = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
-        pairs = list(zip(found, self.plan, strict=True))
-        after = [self._carry(leaf, one, index) for leaf, one in pairs]
+        given = {at: value_of(self.leaves[at]) for at in self.memory.given}
+        after = [
+            given[at] if at in given else self._carry(leaf, one, index)
+            for at, (leaf, one) in enumerate(zip(found, self.plan, strict=True))
+        ]
         self.drawn = any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
         code = None if self.failures is None else self.failures.value
         kept = [value for value in after if value is not None]
         is_last = truth(stop) if _is_traced(stop) else jnp.bool_(stop)
-        return (kept, counts, code, is_last, ran + 1), arrays
+        return (kept, memory, counts, code, is_last, ran + 1), arrays
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
         """Return the array of a variable after a round, which has to change it as known."""
@@ -502,17 +536,15 @@ class _Growing:
         self, effects: Effects, watch: Surroundings, spec: Any, places: tuple[Place, ...]
     ) -> None:
         """Refuse a round that does more than return new values of the variables."""
-        written = [s for s, _, _ in effects.before.values() if s is not self.failures]
         changed = watch.changed()
         is_more = changed is None or not changed.issubset(places) or spec.key != self.spec.key
-        if written or effects.rebound or effects.wrote_on_host or is_more:
+        if effects.rebound or effects.wrote_on_host or is_more:
             raise _unproved("a round writes to what is not a variable of the loop")
 
-    def _refuse_shared(self, inside: list[Any], found: list[Any], first: int) -> None:
-        """Refuse writes to variables, and results that share memory with another tensor."""
-        if any(isinstance(leaf, TracedTensor) and version(leaf) for leaf in inside):
-            raise _unproved("a round writes to a tensor that it begins with")
-        storages = [leaf._storage for leaf in found if isinstance(leaf, TracedTensor)]
+    def _refuse_shared(self, found: list[Any], first: int) -> None:
+        """Refuse results that share memory with another tensor."""
+        others = [leaf for at, leaf in enumerate(found) if at not in self.memory.given]
+        storages = [leaf._storage for leaf in others if isinstance(leaf, TracedTensor)]
         serials = [storage.serial for storage in storages]
         links = any(list(self.trace.shared.of(storage)) for storage in storages)
         if links or len(set(serials)) < len(serials) or any(s < first for s in serials):

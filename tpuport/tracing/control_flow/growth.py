@@ -7,7 +7,7 @@ lists and dicts, and attributes, of what its function reaches. A cache is often 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -219,14 +219,28 @@ class Surroundings:
             return Growth(peel, why="the rounds do not change the variables alike")
         return Growth(peel, kept, order, tuple(known))
 
-    def list_at(self, index: int) -> list[Any] | None:
-        """Return the list with this number, if variables of closures hold it and nothing else."""
+    def list_at(self, index: int) -> tuple[list[Any], list[Place]] | None:
+        """Return the list with this number, and the places that hold it besides variables.
+
+        None if something else may hold it, such as a tuple or a bound `append`.
+        """
         found = self.snapshot.saved[index][0] if index < len(self.snapshot.saved) else None
-        others = [getattr(one, "__self__", None) for one in self.held]
-        others += [part for state in self.states[0] for part in state.all]
-        is_held = any(one is found for one in self.held)
-        is_alone = all(one is not found for one in others)
-        return found if type(found) is list and is_held and is_alone else None
+        if type(found) is not list:
+            return None
+        values = [*self.held, *(part for state in self.states[0] for part in state.all)]
+        if any(getattr(one, "__self__", None) is found for one in values):
+            return None
+        others = set(map(id, _cells(values))) - set(map(id, self.cells))
+        if any(id(cell) in others and cell.cell_contents is found for cell in _cells(values)):
+            return None
+        places = list(self._holding(found))
+        kinds = {self.states[0][place.holder].kind for place in places if place.part is not None}
+        return (found, places) if all(issubclass(one, (list, dict)) for one in kinds) else None
+
+    def _holding(self, value: Any) -> Iterator[Place]:
+        for number, content in enumerate(self.states[0]):
+            yield from (Place(number, i, "") for i, p in enumerate(content.parts) if p is value)
+            yield from (Place(number, None, n) for n, v in content.held.items() if v is value)
 
     def _appended(self, index: int) -> Appended | None:
         """Return what each round has appended to a list; None if that is not known."""
@@ -289,7 +303,7 @@ def _cells(functions: Sequence[Any]) -> list[CellType]:
     pending = list(functions)
     while pending:
         one = pending.pop()
-        one = getattr(one, "__func__", one)
+        one = one.__func__ if isinstance(one, MethodType) else one
         for cell in one.__closure__ or () if isinstance(one, FunctionType) else ():
             if id(cell) not in found and _is_bound(cell):
                 found[id(cell)] = cell

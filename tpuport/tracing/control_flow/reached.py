@@ -6,6 +6,7 @@ from typing import Any
 
 from tpuport.foundation.pytree.children import content
 from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.tracing.core.context import Trace
 
 
 class Closures:
@@ -48,3 +49,9 @@ def holds_iterator(*functions: Callable[..., Any]) -> bool:
     """Return whether a variable of a closure is an iterator, which cannot be set back."""
     cells = [one for one in reached_by(*functions) if isinstance(one, CellType)]
     return any(isinstance(one, Iterator) for cell in cells for one in content(cell))
+
+
+def read_outside(trace: Trace) -> Callable[[], list[str]]:
+    """Return what says which globals, class attributes and the like have changed since now."""
+    values = trace.outside_values
+    return list if values is None else values().changed

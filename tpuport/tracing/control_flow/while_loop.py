@@ -26,6 +26,7 @@ from tpuport.tracing.control_flow.merge import (
     number_kind,
     shared_write,
 )
+from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.arguments import unsized
@@ -61,7 +62,9 @@ class _Changes(BaseException):
 
 
 class _Again(Exception):
-    """A round writes to memory from before the loop that the loop does not carry yet."""
+    """A round writes to memory that the loop does not carry yet, or sets what is outside of the
+    call: only the first round does, if it is a cache.
+    """
 
 
 class _Loop:
@@ -90,6 +93,7 @@ class _Loop:
         self.old: dict[int, Any] = {}
         self.inside: list[Any] = []
         self.first_serial, self.site = 0, user_line()
+        self.set_outside = False
         self.memory = WrittenMemory(trace, self.leaves)
 
     def run(self) -> Any:
@@ -237,6 +241,7 @@ class _Loop:
         values, memory, counts, code, ran = carried
         self._enter(counts, code)
         self._check_condition(values, memory)
+        outside = read_outside(self.trace)
         with self.memory.holding(memory), self.trace.recording() as effects:
             try:
                 out = self._call(self.body, values)
@@ -252,6 +257,12 @@ class _Loop:
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             changed = spec.key != self.spec.key
             if not changed and self.memory.note(self._written(effects), self.inside, found):
+                effects.undo()
+                raise _Again
+            if names := outside():
+                if self.set_outside:
+                    raise _uncarried(f" ({names[0]})")
+                self.set_outside = True
                 effects.undo()
                 raise _Again
             memory = self.memory.after(self.inside, memory, ran)
@@ -321,10 +332,10 @@ class _Loop:
             raise _uncarried()
 
 
-def _uncarried() -> PortError:
+def _uncarried(what: str = "") -> PortError:
     return port_error(
         "a while loop on a traced value changes Python values, or the `.data` of tensors, that it"
-        " does not carry",
+        f" does not carry{what}",
         code="TPU104",
         remedy="loop a fixed number of times and select with torch.where",
     )

@@ -1,4 +1,4 @@
-"""The memory from before a `while` loop that the rounds of the loop write to."""
+"""The memory from before a loop that the rounds of the loop write to."""
 
 import contextlib
 from collections.abc import Iterator
@@ -39,6 +39,11 @@ class WrittenMemory:
         self.given: set[int] = set()
         self._storages: dict[int, Storage] = {}
         self._first: list[int] = []
+
+    @property
+    def written(self) -> set[int]:
+        """Return the variables that a round writes to."""
+        return {*self.given, *self._first}
 
     def _own(self, index: int, *, written: bool = False) -> Storage | None:
         """Return the storage of a variable before the loop; of a host tensor if it is traced."""
@@ -159,8 +164,8 @@ class WrittenMemory:
 
 def _refusal() -> PortError:
     return port_error(
-        "a while loop on a traced value writes to a tensor in place, and another name for that"
-        " memory is replaced or read in the loop",
+        "a loop writes to a tensor in place, and another name for that memory is replaced or read"
+        " in the loop",
         code="TPU104",
         remedy="write to a copy (`b = a.clone()` before the loop), or make a new tensor in the loop"
         " (`a = a + 1` for `a += 1`)",

@@ -22,9 +22,14 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
-from tpuport.tracing.core.storage import Storage, memory_of, parts_of
-from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.core.view_steps import retyping_steps, sign_steps, strided_step
+from tpuport.tracing.core.storage import Storage, detaching, memory_of, parts_of
+from tpuport.tracing.core.tensor import TracedTensor, differentiable
+from tpuport.tracing.core.view_steps import (
+    Detach,
+    retyping_steps,
+    sign_steps,
+    strided_step,
+)
 
 
 @dataclass
@@ -203,6 +208,9 @@ class Trace:
         self.generators: dict[int, KeyStream] = {}
         self.constants: dict[int, HostConstant] = {}
         self.promoted: dict[int, tuple[torch.Tensor, Storage]] = {}
+        # By the address of their memory: tensors that were detached from a promoted one that shares
+        # it, the step to them, and the region where that was made.
+        self.detached: dict[int, list[tuple[torch.Tensor, Detach, int]]] = {}
         self.substitutes: dict[int, TracedTensor] = {}
         self.effects: list[Effects] = []
         # Serials of the storages in which the code asked for a place, counted from their start.
@@ -218,6 +226,8 @@ class Trace:
         # Whether an op runs whose operands were checked (`dispatch.value_checks`).
         self.checked = False
         self.explorer: active.Decider | None = None
+        # Reads the globals and the like that the code may change (`guards.global_state`).
+        self.outside_values: Callable[[], Any] | None = None
         # By the place of a join in the code: the size of its last result, and the frames around it.
         self.joins: dict[Any, Any] = {}
         # How many ops ran, and how often a loop ran when that was looked at.
@@ -280,6 +290,7 @@ class Trace:
         self.constants.clear()
         self.masks.clear()
         self.promoted.clear()
+        self.detached.clear()
         self.substitutes.clear()
         self.options = replace(self.options, hoist=None, placement=None)
         self.keys = None
@@ -536,7 +547,41 @@ class Trace:
         count = storage.held.size * written.itemsize // tensor.itemsize
         window = strided_step(count, tensor.size(), tensor.stride(), offset)
         chain = (*retyping_steps(written.dtype, tensor.dtype), window, *sign_steps(tensor))
-        return TracedTensor(storage, chain, tensor, None)
+        root = _root(tensor)
+        if not differentiable(tensor.dtype) or root is _root(written):
+            return TracedTensor(storage, chain, tensor, None)
+        return TracedTensor(storage, (self._detach(root, storage), *chain), tensor, detached=True)
+
+    def _detach(self, root: torch.Tensor, storage: Storage) -> Detach:
+        """Return the step from promoted memory to a host tensor that is another one for autograd.
+
+        `.detach()` and `.data` make one: it shares the memory, and no gradient.
+
+        Raises:
+            PortError: it was written to in a branch or loop that has ended.
+        """
+        known = self.detached.setdefault(memory_of(root)[0], [])
+        for index, (other, step, region) in enumerate(known):
+            if other is root and region in self.regions:
+                return step
+            if other is root:
+                if step.graph.version:
+                    raise port_error(
+                        "a detached tensor from before a branch or loop is written to in it",
+                        code="TPU403",
+                        remedy="detach it where it is written, or write to a copy of it",
+                    )
+                del known[index]
+                break
+        made = detaching(storage.held, self)
+        known.append((root, made, self.regions[-1]))
+        return made
+
+
+def _root(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that a host tensor is a view of for autograd; itself if it is none."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def _constant(tensor: torch.Tensor) -> jax.Array:

@@ -158,7 +158,7 @@ class Tracer:
         for _ in range(_MAX_ATTEMPTS):
             try:
                 with outside.left_alone() as run, seen_in(outside.code.types.values()):
-                    outcome = self._attempt(request)
+                    outcome = self._attempt(request, outside)
                 if not run.changed:
                     outcome.trace.recorder.guards.python = run.before
                     return outcome
@@ -250,7 +250,7 @@ class Tracer:
         self.alone |= {code} if found else set()
         return found or live.functions_with(code)
 
-    def _attempt(self, request: TraceRequest) -> TraceResult:
+    def _attempt(self, request: TraceRequest, outside: GlobalState) -> TraceResult:
         options = TraceOptions(
             target=self.target or self.placement.platform,
             mesh=self.placement.mesh,
@@ -263,6 +263,7 @@ class Tracer:
         keys = KeyStream(request.key) if request.key is not None else None
         trace = Trace(keys, options)
         trace.explorer = Explorer(trace, self.plan)
+        trace.outside_values = outside.snapshot
         inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
         with (
             SWAPS,
