@@ -101,8 +101,8 @@ def test_passes_leave_values_state_gradients_and_the_module() -> None:
 
     for name, grad in jax.jit(jax.grad(total))(ported.params).items():
         want = twin.get_parameter(name).grad
-        # The pass rounds differently (silu for a product), and gradients are sums over a batch. That
-        # of the bias before the batch norm is rounding only.
+        # The pass rounds differently (silu for a product), and gradients are sums over a batch.
+        # That of the bias before the batch norm is rounding only.
         torch.testing.assert_close(tpuport.to_torch(grad), want, rtol=1e-5, atol=1e-4)
     # The graph is captured again in the other mode.
     ported.module.eval()
