@@ -49,7 +49,11 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     **{"less": operator.lt, "less_equal": operator.le, "equal": operator.eq},
     **{"greater": operator.gt, "greater_equal": operator.ge, "not_equal": operator.ne},
 }
-_EXACT = (bool, int, float, np.bool_, np.int64, np.float32, *sym_numbers.SYMBOLIC)
+_SINGLE: type = np.float32
+_EXACT: tuple[type, ...] = (
+    *(bool, int, float, np.bool_, np.int64, _SINGLE),
+    *sym_numbers.SYMBOLIC,
+)
 
 
 def _call(number: Any, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
@@ -61,7 +65,7 @@ def _call(number: Any, ufunc: np.ufunc, method: str, *inputs: Any, **options: An
         raise _refusal(f"np.{name} with options, or a scalar of other bits than Python's,")
     ask_state_first()
     scalars = [_scalar(one) for one in inputs]
-    single = any(isinstance(one, np.float32) for one in inputs)
+    single = any(isinstance(one, _SINGLE) for one in inputs)
     if name in _OPERATORS:
         made = _OPERATORS[name](*map(sym_numbers.from_node, scalars))
         return made if isinstance(made, torch.SymBool) else _result(made, single=single)
