@@ -14,6 +14,7 @@ class Layout(StrEnum):
 
     FOLDER = "folder"
     TAR = "tar"
+    PARQUET = "parquet"
 
 
 ConfigFile = Annotated[Path, typer.Argument(help="Configuration in upstream's YAML.")]

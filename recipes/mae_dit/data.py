@@ -1,4 +1,4 @@
-"""Images with labels, from folders of classes or from tar shards, as batches."""
+"""Images with labels, from folders of classes, tar shards or parquet files, as batches."""
 
 import io
 import re
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from recipes.mae_dit import parquet
 from recipes.mae_dit.config import Config
 from tpuport.foundation.errors import UsageError
 from tpuport.training import Batches
@@ -53,17 +54,25 @@ class Entry:
             return file.read(-1 if self.size is None else self.size)
 
 
-def find(root: Path) -> list[Entry]:
-    """Return the images below a folder, in order: tar shards if it has some, or folders of classes.
+def find(root: Path, split: str | None = None) -> list[Entry | parquet.TableEntry]:
+    """Return the images below a folder, in order.
+
+    They are in tar shards if it has some, else in parquet files, else in folders of classes.
+
+    Args:
+        root: The folder.
+        split: Of parquet files those with this name, if they have names of splits.
 
     Raises:
-        UsageError: There are none, or a shard is damaged.
+        UsageError: There are none, or a file is damaged.
     """
-    shards = sorted(root.glob("*.tar"))
-    found = [one for shard in shards for one in _in_shard(shard)]
+    shards, tables = sorted(root.glob("*.tar")), parquet.files_of(root, split)
+    found: list[Entry | parquet.TableEntry] = [one for shard in shards for one in _in_shard(shard)]
     if not shards:
+        found += [one for table in tables for one in parquet.entries_of(table)]
+    if not shards and not tables:
         folders = sorted(one for one in root.iterdir() if one.is_dir()) if root.is_dir() else []
-        found = [
+        found += [
             Entry(path, label)
             for label, folder in enumerate(folders)
             for path in sorted(folder.rglob("*"))
@@ -71,8 +80,8 @@ def find(root: Path) -> list[Entry]:
         ]
     if not found:
         raise UsageError(
-            f"{root}: there are neither tar shards nor folders of classes with images. What to do:"
-            " give the folder above the classes, or run make-data"
+            f"{root}: there are neither tar shards, parquet files nor folders of classes with"
+            " images. What to do: give the folder above the classes, or run make-data"
         )
     return found
 
@@ -189,7 +198,7 @@ class Pictures(torch.utils.data.Dataset[dict[str, Any]]):
     and "skipped" counts such files; otherwise the row is zeros, and "valid" is False.
     """
 
-    def __init__(self, entries: list[Entry], crop: Crop) -> None:
+    def __init__(self, entries: list[Entry | parquet.TableEntry], crop: Crop) -> None:
         self.entries, self.crop = entries, crop
 
     def __len__(self) -> int:
@@ -236,7 +245,7 @@ def pictures(config: Config, root: str | Path | None, split: str, *, train: bool
         raise UsageError("dataset.root is missing. What to do: give --data, the folder of images")
     folder = Path(root if root is not None else str(config.dataset.root))
     folder = folder / split if (folder / split).is_dir() else folder
-    return Pictures(find(folder), crop_of(config, train=train))
+    return Pictures(find(folder, split), crop_of(config, train=train))
 
 
 def training_batches(

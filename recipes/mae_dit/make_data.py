@@ -8,11 +8,13 @@ from typing import Literal
 import numpy as np
 from PIL import Image, ImageDraw
 
+from recipes.mae_dit import parquet
 from recipes.records import check_record
 from tpuport.foundation.files import replacing_file
 
 SHAPES = ("circle", "square", "triangle", "cross")
-Layout = Literal["folder", "tar"]
+Layout = Literal["folder", "tar", "parquet"]
+_PER_FILE = 64
 
 
 def draw(rng: np.random.Generator, label: int, size: int) -> Image.Image:
@@ -46,7 +48,7 @@ def make_data(
         out: Folder; it gets "train" and "val".
         count: Images for training.
         size: Pixels of a side.
-        layout: Folders of classes, or tar shards of 64 images.
+        layout: Folders of classes, or tar shards or parquet files of 64 images.
         seed: Random seed.
 
     Returns:
@@ -69,7 +71,8 @@ def make_data(
             files.append((f"{split}_{index:06d}", label, content.getvalue()))
         folder = out / split
         folder.mkdir(parents=True, exist_ok=True)
-        (_write_folder if layout == "folder" else _write_shards)(folder, files)
+        write = {"folder": _write_folder, "tar": _write_shards, "parquet": _write_tables}[layout]
+        write(folder, files)
         made[split] = number
     return made
 
@@ -83,11 +86,20 @@ def _write_folder(folder: Path, files: list[tuple[str, int, bytes]]) -> None:
 
 
 def _write_shards(folder: Path, files: list[tuple[str, int, bytes]]) -> None:
-    for start in range(0, len(files), 64):
-        path = folder / f"{start // 64:06d}.tar"
+    for start in range(0, len(files), _PER_FILE):
+        path = folder / f"{start // _PER_FILE:06d}.tar"
         with replacing_file(path) as temporary, tarfile.open(temporary, "w") as shard:
-            for name, label, content in files[start : start + 64]:
+            for name, label, content in files[start : start + _PER_FILE]:
                 for suffix, part in (("jpg", content), ("cls", str(label).encode())):
                     member = tarfile.TarInfo(f"{name}.{suffix}")
                     member.size = len(part)
                     shard.addfile(member, io.BytesIO(part))
+
+
+def _write_tables(folder: Path, files: list[tuple[str, int, bytes]]) -> None:
+    count = -(-len(files) // _PER_FILE)
+    for number in range(count):
+        path = folder / f"{folder.name}-{number:05d}-of-{count:05d}.parquet"
+        with replacing_file(path) as temporary:
+            rows = files[number * _PER_FILE : (number + 1) * _PER_FILE]
+            parquet.write(temporary, rows, SHAPES)

@@ -1,8 +1,11 @@
-"""Images come from both layouts alike, and broken files are skipped and counted."""
+"""Images come from all layouts alike, and broken files are skipped and counted."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -17,7 +20,7 @@ def made(folder: Path, layout: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["folder", "tar"])
+@pytest.mark.parametrize("layout", ["folder", "tar", "parquet"])
 def test_every_image_comes_once(tmp_path, file, layout):
     given = list(batches(load(file), made(tmp_path / "data", layout), split="train"))
     assert [one["image"].shape for one in given] == [(4, 3, 16, 16)] * 3
@@ -35,9 +38,9 @@ def test_layouts_have_the_same_images(tmp_path, file):
             int(one["image"].sum() * 100): int(one["label"])
             for one in pictures(load(file), made(tmp_path / layout, layout), "train", train=False)  # type: ignore[attr-defined]
         }
-        for layout in ("folder", "tar")
+        for layout in ("folder", "tar", "parquet")
     ]
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("kind", ["MAE", "DiT", "VAE", "weak", ""])
@@ -81,9 +84,60 @@ def test_what_is_damaged_is_named(tmp_path, file):
     shard.write_bytes(b"no tar" * 200)
     with pytest.raises(UsageError, match=r"000000\.tar is damaged"):
         find(folder / "train")
-    with pytest.raises(UsageError, match="neither tar shards nor folders"):
+    with pytest.raises(UsageError, match="neither tar shards, parquet files nor folders"):
         find(tmp_path / "none")
     with pytest.raises(UsageError, match="imagenetMAE256x256"):
         pictures(load(file, ["dataset.transforms.type=LSUN"]), folder, "val", train=True)
     with pytest.raises(UsageError, match="--data"):
         pictures(load(file), None, "val", train=True)
+
+
+def test_splits_of_the_hub(tmp_path, file):
+    folder = made(tmp_path / "data", "parquet")
+    hub = tmp_path / "hub" / "data"
+    hub.mkdir(parents=True)
+    for split, name in (("train", "train"), ("val", "validation")):
+        (part,) = (folder / split).glob("*.parquet")
+        part.rename(hub / part.name.replace(split, name, 1))
+    counts = [
+        len(pictures(load(file), hub.parent, split, train=False)) for split in ("train", "val")
+    ]
+    assert counts == [10, 2]
+
+
+def _table(path: Path, **columns: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=2)
+    return path
+
+
+def test_tables_by_others(tmp_path, file):
+    (known,) = (made(tmp_path / "data", "parquet") / "val").glob("*.parquet")
+    content = pq.read_table(known).column("image").to_pylist()[0]["bytes"]
+    images = [{"bytes": content}, {"bytes": None}, {"bytes": content[:99]}, {"bytes": content}]
+    _table(tmp_path / "own" / "a.parquet", picture=images, target=[3, 2, 1, 0], name=["x"] * 4)
+    with pytest.warns(UserWarning, match=r"a\.parquet"):
+        given = list(batches(load(file), tmp_path / "own"))
+    assert given[0]["label"].tolist() == [3, 2, 1, 0]
+    assert given[0]["valid"].tolist() == [True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"image": [{"bytes": b"x"}], "a": [1], "b": [2]}, r"class numbers, found \['a', 'b'\]"),
+        ({"image": ["x.png"], "label": [1]}, "expected one column of images, found none"),
+        ({"image": [{"bytes": b"x"}] * 2, "label": [1, None]}, "row 1 has no label"),
+    ],
+)
+def test_tables_that_are_refused(tmp_path, columns, said):
+    _table(tmp_path / "a.parquet", **columns)
+    with pytest.raises(UsageError, match=said):
+        find(tmp_path)
+
+
+def test_a_damaged_table_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"PAR1" + b"x" * 200 + b"PAR1")
+    with pytest.raises(UsageError, match=r"a\.parquet is damaged"):
+        find(tmp_path)
