@@ -185,10 +185,9 @@ def program(seed: int) -> Program:
     end = _RETURN.format(t=", t" if draw.random() < 0.05 else "")
     kinds = ["ordinary", draw.choice(("ordinary", "ordinary", *HOSTILE))]
     parts = start, ["\n".join(lines), *after]
-    before, body_nodes = ([Node("statement", text) for text in part] for part in parts)
+    first, rest = ([Node("statement", text) for text in part] for part in parts)
     calls = [Call(kind, draw.randrange(10**6)) for kind in kinds]
-    train, verify = draw.random() < 0.5, draw.random() < 0.05
-    return Program(seed, before, body_nodes, end, calls, train, verify)
+    return Program(seed, first, rest, end, calls, draw.random() < 0.5, draw.random() < 0.05)
 
 
 def _inner(text: str) -> str:
