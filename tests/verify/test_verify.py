@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tpuport.cli.app import app
+from tpuport.verify import rounding
 from tpuport.verify.compare import Recording, behaviour, interface, numbers
 from tpuport.verify.files import compare_files
 from tpuport.verify.kinks import Kinks
@@ -282,7 +283,8 @@ for step in range(2):
 """
 
 
-@pytest.mark.parametrize("fault", [None, 5])
+# Without a fault the same lines run.
+@pytest.mark.parametrize("fault", [None, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_decision_that_rounding_turned_is_no_difference(tmp_path, monkeypatch, fault):
     """And a true difference of the same size in another row is one, beside it."""
     work = tmp_path / "work"
@@ -409,7 +411,10 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize("fault", ["", "VAE", "DDPM"])
+# Without a fault the same lines run.
+@pytest.mark.parametrize(
+    "fault", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("VAE", "DDPM"))]
+)
 def test_eager_draws_what_the_programs_of_all_calls_draw(tmp_path, monkeypatch, fault):
     work = tmp_path / "work"
     work.mkdir()
@@ -426,3 +431,16 @@ def test_eager_draws_what_the_programs_of_all_calls_draw(tmp_path, monkeypatch, 
     assert plain.losses != same.losses
     if not fault:
         assert np.allclose(np.array(same.losses[-1]), np.array(ported.losses[-1]), rtol=1e-4)
+
+
+def test_rounding_is_given_up_before_the_command_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounding, "_MOST_SECONDS", 0.0)
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    text = KINK.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", "None")
+    Path("kink.py").write_text(text)
+    result = CliRunner().invoke(app, ["verify", "kink.py", "--json", "--plain", "--steps=2"])
+    found = json.loads(result.stdout)
+    assert (found["passed"], found["failure"]) == (False, "")
+    assert any("would take more than 0 minutes" in note for note in found["notes"])

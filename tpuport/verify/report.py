@@ -143,11 +143,12 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
 
 def _on_same_numbers(
     what: VerifiedScript, eager: FinishedRun, ported: FinishedRun, out: Path
-) -> tuple[VerifiedScript, FinishedRun, dict[str, Any], list[str]]:
+) -> tuple[VerifiedScript, FinishedRun, dict[str, Any] | None, list[str]]:
     """Run eager PyTorch on the random numbers that the port drew in its programs, if it drew any.
 
     Returns:
-        The script, the run to compare with, settings of further ones, and notes.
+        The script, the run to compare with, settings of further ones (None if it drew other
+        numbers), and notes.
     """
     draws = drew(ported.folder)
     if draws is None:
@@ -160,7 +161,7 @@ def _on_same_numbers(
     why_not = why_not_replayed(again.folder) if has_record else "it failed"
     if why_not:
         note = f"Eager PyTorch did not draw the random numbers of the port's programs: {why_not}."
-        return what, eager, {}, [note]
+        return what, eager, None, [note]
     note = "Eager PyTorch drew the random numbers that the port's programs draw."
     return emulated, again, settings, [note]
 
@@ -171,7 +172,7 @@ def _compared(
     ported: FinishedRun,
     out: Path,
     limits: Limits,
-    settings: dict[str, Any],
+    settings: dict[str, Any] | None,
 ) -> tuple[list[Stage], list[str]]:
     """Return the stages, as far as the interface lets them be compared, and notes on them."""
     mine, other = Recording(eager.folder), Recording(ported.folder)
@@ -179,6 +180,8 @@ def _compared(
     if not stages[0].passed:
         return stages, notes
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
+    if settings is None:  # other random numbers are no rounding
+        return stages, notes
     rounding = Rounding(what, out, mine, other, limits, settings)
     with contextlib.closing(rounding):
         if not stages[1].passed:

@@ -25,6 +25,7 @@ from tpuport.verify.processes import DISTURBED, VerifiedScript, run
 _REACH = 8.0
 # So many open decisions are tried, the likeliest ones: each takes a run.
 _MOST_OPEN = 12
+# For all runs together, so that a command with a time limit gets to its verdict.
 _MOST_SECONDS = 420.0
 _ROUNDS = 3
 # A tensor smaller than this share of the largest one counts as if it were as large.
@@ -104,7 +105,7 @@ class Rounding:
         self._what, self._out, self._eager, self._ported = what, out, eager, ported
         self._limits, self._settings = limits, settings
         self._folders: list[Path] = []
-        self._longest = 0.0
+        self._longest, self._deadline = 0.0, time.monotonic() + _MOST_SECONDS
         # What is turned in float64, and in eager PyTorch, so that they take the port's decisions.
         self._in_port: list[OpenDecision] = []
         self._in_eager: list[OpenDecision] = []
@@ -178,7 +179,7 @@ class Rounding:
         plain = self._run(settings, wide=False, turned=in_plain)
         truth = self._run(settings, wide=True, turned=in_wide)
         if plain is None or truth is None:
-            self.why_not = "the script fails in float64"
+            self.why_not = self.why_not or "the script fails in float64"
             return None
         if [_form(call) for call in plain.calls] != [_form(call) for call in truth.calls]:
             self.why_not = "the script takes another way in float64"
@@ -208,7 +209,7 @@ class Rounding:
         if not found:
             return None
         found = sorted(sorted(found, key=lambda one: one.margin / one.reach)[:_MOST_OPEN])
-        if self._longest * (len(found) + 1) > _MOST_SECONDS:
+        if time.monotonic() + self._longest * (len(found) + 1) > self._deadline:
             self.why_not = f"to turn {len(found)} decisions one by one would take too long"
             return None
         sizes = _sizes(base.part(kind), self._ported.part(kind))
@@ -241,6 +242,9 @@ class Rounding:
         turned: Iterable[OpenDecision] = (),
         side: str = "",
     ) -> WatchedRun | None:
+        if time.monotonic() + self._longest > self._deadline:
+            self.why_not = f"its runs would take more than {_MOST_SECONDS / 60:g} minutes"
+            return None
         positions: dict[int, list[int]] = {}
         for one in turned:
             positions.setdefault(one.call, []).append(one.position)
