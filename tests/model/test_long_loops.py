@@ -125,7 +125,7 @@ class Loops(nn.Module):
 
     scanned = (
         *("last_is_the_state", "first_is_the_state", "numbers", "nothing", "nested", "parts"),
-        *("backwards", "twice", "drawn", "ends_early"),
+        *("backwards", "twice", "drawn", "ends_early", "held"),
     )
 
     def __init__(self) -> None:

@@ -92,7 +92,7 @@ class Grown(torch.nn.Module):
     @torch.no_grad()
     def noted(self, x: torch.Tensor, n: int) -> torch.Tensor:
         for i in range(n):
-            self.seen.append(i)
+            self.seen.append(len(self.seen))  # each round reads the list
             x = torch.cat([x, self(x)[-1:]])
         return x
 
