@@ -91,7 +91,7 @@ class Grown(torch.nn.Module):
 
     @torch.no_grad()
     def noted(self, x: torch.Tensor, n: int) -> torch.Tensor:
-        for i in range(n):
+        for _ in range(n):
             self.seen.append(len(self.seen))  # each round reads the list
             x = torch.cat([x, self(x)[-1:]])
         return x
@@ -123,4 +123,4 @@ def test_a_loop_that_is_no_program_runs_as_it_is_written() -> None:
     assert model.seen == eager.seen == [0, 1, 2, 3, 4]
     (one,) = scope.report.descended
     assert one.what == "Grown.noted"
-    assert "for i in range(n):" in one.reason
+    assert "for _ in range(n):" in one.reason
