@@ -11,6 +11,7 @@ import torch
 
 import tpuport
 from tests.exactness.scenario import assert_outputs_same, by_tpuport
+from tpuport.model.parity.structure import pairs
 
 X = torch.tensor([0.75, -0.25, 0.5])
 OTHERS = (X, X * 0.5, torch.tensor([2.0, -1.0, 3.0]))
@@ -134,3 +135,23 @@ def test_a_python_number_has_no_attribute_of_numpy():
         return x * 2 if hasattr(number, "dtype") or hasattr(number, "item") else x * 3
 
     assert_outputs_same(by_tpuport(program)(X), X * 3)
+
+
+def test_results_are_numbers_of_python():
+    def program(x: torch.Tensor) -> Any:
+        a, n = x[0].item(), int((x > 0).sum())
+        return {"log": np.log(a), "root": np.sqrt(n), "sum": np.sum([n, 2]), "nan": np.isnan(a)}
+
+    ported = tpuport.convert(program)
+    for x in OTHERS:
+        want, got = program(x), ported(x)
+        assert [type(one) for one in got.values()] == [float, float, int, bool]
+        assert list(got.values()) == pytest.approx([one.item() for one in want.values()])
+
+
+def test_other_numbers_are_found():
+    (pair,) = pairs(np.float64(2.5), 2.75, "output")
+    assert (pair.want, pair.have, pair.problem) == (2.5, 2.75, "")
+    for want, have in ((np.float64(2.0), 2), (np.int64(3), 4), (np.bool_(True), False)):
+        (pair,) = pairs(want, have, "output")
+        assert "where eager PyTorch gives" in pair.problem

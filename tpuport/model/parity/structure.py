@@ -142,6 +142,9 @@ class _Walker:
 
 
 def _statics(want: Any, have: Any, path: str) -> Iterator[Pair]:
+    if isinstance(want, np.generic) and type(have) is type(want.item()):
+        # docs/promises.md: numpy's functions of numbers of the program give Python's numbers.
+        want = want.item()
     if type(want) is not type(have):
         yield _unlike(path, _value(want), _value(have))
     elif isinstance(want, (float, complex)):
