@@ -5,6 +5,7 @@
 
 import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,17 @@ from tpuport.foundation.errors import PortError
 FEW, MORE = 8, int(os.environ.get("TPUPORT_FUZZ", "200"))
 
 
-def check_programs(seeds: range, folder: Path) -> None:
+def random_program(seed: int) -> Program:
+    return Maker(seed).program()
+
+
+def check_programs(
+    seeds: range, folder: Path, make: Callable[[int], Program] = random_program
+) -> None:
     """No program differs."""
     judge = Judge(folder)
     for seed in seeds:
-        program = Maker(seed).program()
+        program = make(seed)
         verdict = judge.run(program)
         assert verdict.kind not in FINDS, f"{verdict}\n{program.script()}"
 

@@ -11,22 +11,11 @@ from jax.extend.core import jaxprs_in_params
 from torch import nn
 
 import tpuport
-from benchmarks.whole_programs.judge import FINDS, Judge
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
+from tests.exactness.test_whole_programs import check_programs
 from tests.model import long_programs
-from tpuport.tracing.control_flow import growing_loop
-from tpuport.tracing.core import loop_sites
-from tpuport.tracing.dispatch import dispatch
 
 FEW, MORE = 3, int(os.environ.get("TPUPORT_FUZZ", "200"))
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make loops of few rounds one program, too."""
-    monkeypatch.setattr(loop_sites, "_SAMPLES", 1)
-    monkeypatch.setattr(dispatch, "OPS_APART", 1)
-    monkeypatch.setattr(growing_loop, "_MANY_ROUNDS", 4)
 
 
 class Selective(nn.Module):
@@ -99,25 +88,14 @@ def test_short_loops_stay_as_they_are():
     assert not rolled(ported)
 
 
-def check_programs(seeds: range, folder: Path) -> None:
-    judge = Judge(folder)
-    for seed in seeds:
-        program = long_programs.program(seed)
-        verdict = judge.run(program)
-        # Verification refuses a result that is another one's tensor on some paths only.
-        assert verdict.kind not in FINDS or "the same tensor as" in verdict.what, (
-            f"{verdict}\n{program.script()}"
-        )
-
-
 def test_random_loops_are_eagers(short: None, tmp_path: Path):
-    check_programs(range(FEW), tmp_path)
+    check_programs(range(FEW), tmp_path, long_programs.program)
 
 
 # The fast sibling is the one above.
 @pytest.mark.slow
 def test_many_random_loops_are_eagers(short: None, tmp_path: Path):
-    check_programs(range(FEW, FEW + MORE), tmp_path)
+    check_programs(range(FEW, FEW + MORE), tmp_path, long_programs.program)
 
 
 class Loops(nn.Module):

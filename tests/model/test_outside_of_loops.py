@@ -8,9 +8,6 @@ import torch
 
 import tpuport
 from tests.model.test_long_loops import rolled
-from tpuport.tracing.control_flow import growing_loop
-from tpuport.tracing.core import loop_sites
-from tpuport.tracing.dispatch import dispatch
 
 COUNTS: dict[str, Any] = {}
 LOG: list[int] = []
@@ -20,12 +17,7 @@ class Shared:
     count = 0
 
 
-@pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make loops of few rounds one program, too."""
-    monkeypatch.setattr(loop_sites, "_SAMPLES", 1)
-    monkeypatch.setattr(dispatch, "OPS_APART", 1)
-    monkeypatch.setattr(growing_loop, "_MANY_ROUNDS", 4)
+pytestmark = pytest.mark.usefixtures("short")
 
 
 def item_of_a_global(x: torch.Tensor) -> torch.Tensor:

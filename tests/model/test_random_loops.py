@@ -6,32 +6,20 @@ from pathlib import Path
 import pytest
 
 from benchmarks.whole_programs import loops
-from benchmarks.whole_programs.judge import FINDS, Judge
 from benchmarks.whole_programs.page import read, write
+from tests.exactness.test_whole_programs import check_programs
 
 FEW, MORE = 4, int(os.environ.get("TPUPORT_FUZZ", "200"))
 
 
-def check(seeds: range, folder: Path) -> None:
-    with loops.rolled():
-        judge = Judge(folder)
-        for seed in seeds:
-            program = loops.program(seed)
-            verdict = judge.run(program)
-            # Verification refuses a result that is another one's tensor on some paths only.
-            assert verdict.kind not in FINDS or "the same tensor as" in verdict.what, (
-                f"{verdict}\n{program.script()}"
-            )
-
-
-def test_random_loops_are_eagers(tmp_path: Path):
-    check(range(FEW), tmp_path)
+def test_random_loops_are_eagers(short: None, tmp_path: Path):
+    check_programs(range(FEW), tmp_path, loops.program)
 
 
 # The fast sibling is the one above.
 @pytest.mark.slow
-def test_many_random_loops_are_eagers(tmp_path: Path):
-    check(range(FEW, FEW + MORE), tmp_path)
+def test_many_random_loops_are_eagers(short: None, tmp_path: Path):
+    check_programs(range(FEW, FEW + MORE), tmp_path, loops.program)
 
 
 def test_each_part_of_the_page_keeps_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,17 +6,6 @@ from torch import nn
 
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 from tests.model.test_long_loops import rolled, size_of
-from tpuport.tracing.control_flow import growing_loop
-from tpuport.tracing.core import loop_sites
-from tpuport.tracing.dispatch import dispatch
-
-
-@pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make loops of few rounds one program, too."""
-    monkeypatch.setattr(loop_sites, "_SAMPLES", 1)
-    monkeypatch.setattr(dispatch, "OPS_APART", 1)
-    monkeypatch.setattr(growing_loop, "_MANY_ROUNDS", 4)
 
 
 class Recurrent(nn.Module):
