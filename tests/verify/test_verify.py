@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from tpuport.cli.app import app
-from tpuport.verify import rounding
-from tpuport.verify.compare import Recording, behaviour, interface, numbers
+from tpuport.verify import report, rounding
+from tpuport.verify.compare import Limits, Recording, behaviour, interface, numbers
 from tpuport.verify.files import compare_files
 from tpuport.verify.kinks import Kinks
+from tpuport.verify.processes import FinishedRun, VerifiedScript
 
 TRAIN = """
 import sys
@@ -194,6 +196,18 @@ def test_rounding_of_a_gradient_that_is_zero_is_no_difference(verified):
     assert behaviour(eager, ported, 1e-3, Recording(results / "disturbed")).passed
 
 
+def test_it_is_none_where_eager_drew_other_numbers_either(verified, monkeypatch):
+    results = verified[0] / "verify-train"
+    eager, ported, disturbed = (
+        FinishedRun(results / side, 0, ()) for side in ("eager", "ported", "disturbed")
+    )
+    monkeypatch.setattr(report, "run", lambda *given: disturbed)
+    what = VerifiedScript(Path("train.py"))
+    stages, notes = report._compared(what, eager, ported, results, Limits(), None)
+    assert [stage.passed for stage in stages] == [True] * 3
+    assert notes == []
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -253,6 +267,22 @@ def test_a_file_with_a_whole_module_is_compared_without_its_class(
     assert "their_script" not in sys.modules
 
 
+@pytest.fixture
+def verify_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Verify a script whose second run may have a fault: its file MARK says which run it is."""
+
+    def run(name: str, text: str, fault: Any, *options: str) -> Any:
+        work = tmp_path / "work"
+        work.mkdir()
+        monkeypatch.chdir(work)
+        text = text.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", repr(fault))
+        Path(name).write_text(text)
+        result = CliRunner().invoke(app, ["verify", name, "--json", *options])
+        return json.loads(result.stdout)
+
+    return run
+
+
 # One number before the LeakyReLU is nearer to its kink than rounding: in the second run, which
 # stands for a port, it is on the other side.
 KINK = """
@@ -285,16 +315,9 @@ for step in range(2):
 
 # Without a fault the same lines run.
 @pytest.mark.parametrize("fault", [None, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_decision_that_rounding_turned_is_no_difference(tmp_path, monkeypatch, fault):
+def test_a_decision_that_rounding_turned_is_no_difference(verify_text, fault):
     """And a true difference of the same size in another row is one, beside it."""
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    text = KINK.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", repr(fault))
-    Path("kink.py").write_text(text)
-    options = ["--json", "--plain", "--steps=2"]
-    result = CliRunner().invoke(app, ["verify", "kink.py", *options])
-    found = json.loads(result.stdout)
+    found = verify_text("kink.py", KINK, fault, "--plain", "--steps=2")
     eager, ported = (Recording(Path("verify-kink") / side) for side in ("eager", "ported"))
     assert not numbers(eager, ported, 1e-4).passed
     assert found["passed"] is (fault is None)
@@ -415,14 +438,8 @@ for step in range(3):
 @pytest.mark.parametrize(
     "fault", ["", *(pytest.param(name, marks=pytest.mark.slow) for name in ("VAE", "DDPM"))]
 )
-def test_eager_draws_what_the_programs_of_all_calls_draw(tmp_path, monkeypatch, fault):
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    text = NOISE.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", repr(fault))
-    Path("noise.py").write_text(text)
-    result = CliRunner().invoke(app, ["verify", "noise.py", "--json", "--steps=3"])
-    found = json.loads(result.stdout)
+def test_eager_draws_what_the_programs_of_all_calls_draw(verify_text, fault):
+    found = verify_text("noise.py", NOISE, fault, "--steps=3")
     assert any("drew the random numbers" in note for note in found["notes"])
     assert found["passed"] is not bool(fault), found["stages"]
     plain, same, ported = (
@@ -433,14 +450,8 @@ def test_eager_draws_what_the_programs_of_all_calls_draw(tmp_path, monkeypatch, 
         assert np.allclose(np.array(same.losses[-1]), np.array(ported.losses[-1]), rtol=1e-4)
 
 
-def test_rounding_is_given_up_before_the_command_is(tmp_path, monkeypatch):
+def test_rounding_is_given_up_before_the_command_is(verify_text, monkeypatch):
     monkeypatch.setattr(rounding, "_MOST_SECONDS", 0.0)
-    work = tmp_path / "work"
-    work.mkdir()
-    monkeypatch.chdir(work)
-    text = KINK.replace("MARK", repr(str(tmp_path / "mark"))).replace("FAULT", "None")
-    Path("kink.py").write_text(text)
-    result = CliRunner().invoke(app, ["verify", "kink.py", "--json", "--plain", "--steps=2"])
-    found = json.loads(result.stdout)
+    found = verify_text("kink.py", KINK, None, "--plain", "--steps=2")
     assert (found["passed"], found["failure"]) == (False, "")
     assert any("would take more than 0 minutes" in note for note in found["notes"])

@@ -1,8 +1,8 @@
 """The random numbers that programs draw, drawn by eager PyTorch too, over all calls of a script.
 
-A program draws from a key, which it takes from torch's generator: one number a call. Eager PyTorch
-draws each number from the generator itself. So a model that draws in its forward has other numbers
-in a port, and everything that the script draws afterwards is another number as well. The ported
+A program draws from a key, and takes one number for that from torch's generator at each call. Eager
+PyTorch takes every number from the generator. So a model that draws in its forward pass has other
+numbers in a port, and after it so has the script, as the generator is in another state. The ported
 run notes its programs; eager PyTorch then draws in the same calls from the same keys, and takes
 from the generator what the port takes. All else that a script draws is equal by itself.
 """
