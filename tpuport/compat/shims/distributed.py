@@ -27,10 +27,7 @@ class Distributed(Shim):
 
     def replacements(self) -> list[Replacement]:
         ours = {name: _inside(name, call) for name, call in COLLECTIVES.items()}
-        ours["init_process_group"] = _init_process_group(c10d.init_process_group)
-        ours["new_group"] = _new_group(c10d.new_group)
-        ours["destroy_process_group"] = _destroy(c10d.destroy_process_group)
-        ours["is_nccl_available"] = _yes(c10d.is_nccl_available)
+        ours |= {name: make(getattr(c10d, name)) for name, make in _MADE.items()}
         ours = {name: call for name, call in ours.items() if hasattr(c10d, name)}
         found = [
             Replacement(module, name, call)
@@ -44,11 +41,7 @@ class Distributed(Shim):
         return found + [one for made in copied for one in made if one.owner is not dist]
 
     def copied(self) -> list[Any]:
-        return [getattr(c10d, name) for name in _NAMES if hasattr(c10d, name)]
-
-
-_NAMES = (*COLLECTIVES, "init_process_group", "new_group", "destroy_process_group")
-_NAMES += ("is_nccl_available",)
+        return [getattr(c10d, name) for name in (*COLLECTIVES, *_MADE) if hasattr(c10d, name)]
 
 
 def _inside(name: str, ours: Any) -> Any:
@@ -161,3 +154,12 @@ def _yes(original: Any) -> Any:
         return active() is not None or original()
 
     return is_available
+
+
+# Those that call PyTorch's own, by what makes them of it.
+_MADE = {
+    "init_process_group": _init_process_group,
+    "new_group": _new_group,
+    "destroy_process_group": _destroy,
+    "is_nccl_available": _yes,
+}
