@@ -553,9 +553,9 @@ class Trace:
         return TracedTensor(storage, (self._detach(root, storage), *chain), tensor, detached=True)
 
     def _detach(self, root: torch.Tensor, storage: Storage) -> Detach:
-        """Return the step from promoted memory to a host tensor that is another one for autograd.
+        """Return the step from promoted memory to a host tensor that shares it without a gradient.
 
-        `.detach()` and `.data` make one: it shares the memory, and no gradient.
+        `.detach()` and `.data` make such a tensor, of which autograd does not know.
 
         Raises:
             PortError: it was written to in a branch or loop that has ended.

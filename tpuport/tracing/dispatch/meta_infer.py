@@ -126,7 +126,7 @@ def _without_sparse(
     """Return the operands of a product with meta tensors for sparse ones.
 
     Raises:
-        PortError: it is another op, whose result may be sparse.
+        PortError: the op is no product of matrices, so that its result may be sparse.
     """
     if func._opname not in _PRODUCTS:
         raise port_error(
