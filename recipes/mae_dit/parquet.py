@@ -9,7 +9,8 @@ from typing import Any
 from recipes.packages import needed
 from tpuport.foundation.errors import UsageError
 
-# The names of a split on the hub, whose files are named NAME-00000-of-00003.parquet.
+# The names of a split on the hub, whose files are named NAME-00000-of-00003.parquet: the first of
+# them that is there, as a set with images for validation has others without labels for a test.
 _SPLITS = {"train": ("train",), "val": ("val", "validation", "valid", "dev", "test")}
 # Row groups that a process keeps: writers of images put some hundred rows in each.
 _GROUPS_KEPT = 8
@@ -59,15 +60,25 @@ def files_of(root: Path, split: str | None) -> list[Path]:
     """Return the parquet files of a split, in a folder or in "data" below it.
 
     All files belong to it if none has the name of a split.
+
+    Raises:
+        UsageError: There are files of other splits only.
     """
     found = sorted(root.glob("*.parquet")) or sorted((root / "data").glob("*.parquet"))
-    if split is None or not any(_is_of(path, known) for path in found for known in _SPLITS):
+    by_name: dict[str, list[Path]] = {}
+    for path in found:
+        by_name.setdefault(path.stem.partition("-")[0], []).append(path)
+    if split is None or not by_name.keys() & {name for names in _SPLITS.values() for name in names}:
         return found
-    return [path for path in found if _is_of(path, split)]
-
-
-def _is_of(path: Path, split: str) -> bool:
-    return path.stem.partition("-")[0] in _SPLITS.get(split, (split,))
+    wanted = _SPLITS.get(split, (split,))
+    chosen = next((by_name[name] for name in wanted if name in by_name), None)
+    if chosen is None:
+        raise UsageError(
+            f"{root}: no parquet file is of the split {split!r}: expected a name that begins with"
+            f" {' or '.join(f'{name}-' for name in wanted)}, found {', '.join(sorted(by_name))}."
+            " What to do: rename the files, or put those of the split in a folder of their own"
+        )
+    return chosen
 
 
 def entries_of(path: Path) -> list[TableEntry]:

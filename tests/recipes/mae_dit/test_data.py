@@ -99,10 +99,18 @@ def test_splits_of_the_hub(tmp_path, file):
     for split, name in (("train", "train"), ("val", "validation")):
         (part,) = (folder / split).glob("*.parquet")
         part.rename(hub / part.name.replace(split, name, 1))
+    # A test set without labels, which is not for validation.
+    _table(hub / "test-00000-of-00001.parquet", image=[{"bytes": b"x"}], label=[-1])
     counts = [
         len(pictures(load(file), hub.parent, split, train=False)) for split in ("train", "val")
     ]
     assert counts == [10, 2]
+    for path in hub.glob("[!t]*"):
+        path.unlink()
+    assert len(pictures(load(file), hub.parent, "val", train=False)) == 1
+    (hub / "test-00000-of-00001.parquet").unlink()
+    with pytest.raises(UsageError, match=r"split 'val': expected a name .* found train\."):
+        pictures(load(file), hub.parent, "val", train=False)
 
 
 def _table(path: Path, **columns: Any) -> Path:
