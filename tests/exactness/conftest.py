@@ -7,6 +7,9 @@ import jax
 import pytest
 from jax._src import compiler
 
+# Before a file of tests imports torchax, which says then that torch has an accelerator: scripts
+# that run in eager PyTorch afterwards would use it.
+import tpuport.foundation.interop.backend  # noqa: F401
 from benchmarks.newer_versions import fusion_emitters
 
 # What tests/conftest.py turned off and one program can ask for again. The number of LLVM modules
