@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import pytest
 import torch
 import transformers
@@ -182,3 +183,33 @@ def test_a_handle_that_is_kept_is_refused():
     ported = tpuport.convert(Keeping())
     with pytest.raises(PortError, match="keeps the handle of a hook in 'handles'"):
         ported(normal(2, 4))
+
+
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_a_backward_hook_of_a_module_is_refused_when_a_gradient_is_taken(kind: str):
+    def watch(module: nn.Module, *gradients: Any) -> None:
+        raise AssertionError("called in the backward pass of eager PyTorch")
+
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    getattr(model[1], kind)(watch)
+    x = torch.ones(2, 3)
+    ported = tpuport.convert(model)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), model(x))
+    ported = tpuport.convert(model, verify=False)
+
+    def loss(params: Any) -> Any:
+        return ported.apply(params, ported.buffers, None, x)[0].sum()
+
+    with pytest.raises(tpuport.PortError, match="backward hook of ReLU sees") as refused:
+        jax.grad(loss)(ported.params)
+    assert refused.value.file == __file__
+    assert refused.value.line == watch.__code__.co_firstlineno
+
+
+def test_a_module_that_has_no_hash_is_refused_by_its_class():
+    class Compared(nn.Linear):
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    with pytest.raises(tpuport.TpuportError, match="0 is of the class Compared, which defines"):
+        tpuport.convert(nn.Sequential(Compared(3, 3)))

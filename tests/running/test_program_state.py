@@ -94,7 +94,9 @@ def test_a_backward_hook_is_not_inside_a_program():
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             net(torch.ones(2, 4, device="cuda")).sum().backward()
-    assert any("0 has a backward hook" in str(one.message) for one in said)
+    found = [str(one.message) for one in said if "0 has a backward hook" in str(one.message)]
+    assert found
+    assert f"{__file__}:" in found[0]
     assert seen == [(2, 8)]
 
 

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 _TPUPORT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON = os.path.dirname(os.__file__) + os.sep
@@ -58,6 +59,12 @@ class CodePlace:
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
+
+
+def place_of(function: Any) -> str | None:
+    """Return where a function is defined, as `file:line`; None for one that is not of Python."""
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else None
 
 
 def user_places(trace: TracebackType | None) -> Iterator[CodePlace]:

@@ -12,6 +12,7 @@ from tpuport.foundation.interop import backend
 from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
 from tpuport.tracing.session.graph_passes import Pass
+from tpuport.tracing.state.module_state import named_owners
 
 
 def convert(
@@ -164,6 +165,14 @@ def _check_module(target: torch.nn.Module, methods: list[str]) -> None:
     for name in methods:
         if not callable(getattr(target, name, None)):
             msg = f"methods names {name!r}, but {type(target).__name__} has no such method"
+            raise UsageError(msg)
+    for name, module in named_owners(target):
+        if type(module).__hash__ is None:
+            msg = (
+                f"{name or 'the module'} is of the class {type(module).__name__}, which defines"
+                " __eq__ without __hash__, so that PyTorch itself cannot list its parameters: add"
+                " `__hash__ = torch.nn.Module.__hash__` to the class"
+            )
             raise UsageError(msg)
     for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
         if isinstance(tensor, backend.TorchaxTensor) or isinstance(

@@ -10,8 +10,9 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop.device_mark import mark_of
 from tpuport.foundation.pytree.clone import Cloner
-from tpuport.foundation.user_frames import CodePlace
+from tpuport.foundation.user_frames import CodePlace, place_of
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.errors import error_here
 from tpuport.tracing.guards.code_reads import content
 from tpuport.tracing.state.module_state import StateTree
 
@@ -33,11 +34,12 @@ def refuse_backward_hooks(module: torch.nn.Module) -> None:
         PortError: a hook below the module asks for them.
     """
     for name, one in module.named_modules():
-        if one._backward_hooks or one._backward_pre_hooks:
-            raise PortError(
+        for hook in (*one._backward_hooks.values(), *one._backward_pre_hooks.values()):
+            raise error_here(
                 f"{name or type(module).__name__} has a backward hook, and the gradients inside a"
                 " program are not seen one by one",
                 code="TPU406",
+                place=place_of(hook),
                 remedy="leave its class to eager PyTorch: porting(eager=(...)), or --eager",
             )
 
