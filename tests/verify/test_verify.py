@@ -84,6 +84,7 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     (folder / "train.py").write_text(TRAIN)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # set, nothing would be left
         options = ["--steps=3", "--report=report.html", "--plain"]
         command = ["verify", "train.py", *options, "--", "0.01"]
         return folder, CliRunner().invoke(app, command)

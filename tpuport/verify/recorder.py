@@ -188,7 +188,14 @@ def run_script(script: str) -> None:
         return
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     vars(main).update(__file__=spec.origin, __builtins__=sys.modules["builtins"])
-    exec(loader.get_code(stem), vars(main))
+    # `python train.py` leaves no bytecode of train.py beside it, as a loader does.
+    wrote = sys.dont_write_bytecode
+    sys.dont_write_bytecode = True
+    try:
+        code = loader.get_code(stem)
+    finally:
+        sys.dont_write_bytecode = wrote
+    exec(code, vars(main))
 
 
 def record() -> None:
