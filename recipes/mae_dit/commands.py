@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from recipes.command_line import mesh_sizes
 from tpuport.cli._common import errors_as_exit_codes
 
 
@@ -27,6 +28,8 @@ Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A value; repeatable.")
 ]
 Upstream = Annotated[Path | None, typer.Option(help="Checkout of upstream, to use its classes.")]
+Mesh = Annotated[str | None, typer.Option(metavar="AXES", help="Devices by axis, such as fsdp=8.")]
+Rules = Annotated[str, typer.Option(help="fsdp spreads the weights, ddp does not.")]
 Workers = Annotated[int, typer.Option(help="Processes that read images.")]
 
 
@@ -56,15 +59,18 @@ def stage1(
     steps: Annotated[int | None, typer.Option(help="Maximum number of updates.")] = None,
     log_every: Annotated[int, typer.Option(help="Updates between lines of the log.")] = 10,
     workers: Workers = 0,
+    mesh: Mesh = None,
+    rules: Rules = "fsdp",
 ) -> None:
     """Train the autoencoder, and its discriminator."""
     with errors_as_exit_codes("stage1"):
-        from recipes.mae_dit import runs
+        from recipes.mae_dit import devices, runs
 
         found = runs.train(
             runs.Given(config, data, tuple(overrides or ()), upstream),
             out,
             (vgg, heads),
+            on=devices.Devices(mesh_sizes(mesh), rules),
             limit=steps,
             log_every=log_every,
             workers=workers,
@@ -166,10 +172,12 @@ def stage2(
     inception: Inception = None,
     preparation: Preparation = "pytorch",
     workers: Workers = 0,
+    mesh: Mesh = None,
+    rules: Rules = "fsdp",
 ) -> None:
     """Train a diffusion transformer in the latents of a frozen stage 1."""
     with errors_as_exit_codes("stage2"):
-        from recipes.mae_dit import generation, measures, runs
+        from recipes.mae_dit import devices, generation, measures, runs
 
         prepared = measures.preparation_of(preparation)
         looks = generation.Looks(
@@ -179,6 +187,7 @@ def stage2(
             runs.Given(config, data, tuple(overrides or ()), upstream),
             generation.Sources(stage1, stats, cache),
             out,
+            on=devices.Devices(mesh_sizes(mesh), rules),
             limit=steps,
             log_every=log_every,
             looks=looks,

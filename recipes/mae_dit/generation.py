@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 import tpuport
+from recipes.hosts import refuse_several
+from recipes.mae_dit import devices
 from recipes.mae_dit.arrays import opened
 from recipes.mae_dit.config import Config
 from recipes.mae_dit.data import Pictures, batches, batches_of, crop_of, pictures, update_size
@@ -32,6 +34,7 @@ from tpuport.foundation.files import replacing_file
 from tpuport.training import Batches
 
 _ROWS = 512  # latents of a shard, at most
+_WRITES = "which writes the files"
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def cache(
     Returns:
         The number of latents, and that of images that could not be read.
     """
+    refuse_several("cache", _WRITES)
     with _made(given, sources) as (config, model):
         found = pictures(config, given.data, split, train=False)
         ported = tpuport.convert(model, methods=(latents,), verify=False)
@@ -203,6 +207,7 @@ def train(
     sources: Sources,
     out: Path,
     *,
+    on: devices.Devices | None = None,
     limit: int | None = None,
     log_every: int = 10,
     looks: Looks | None = None,
@@ -210,7 +215,7 @@ def train(
     say: Callable[[str], Any] = print,
 ) -> Path:
     """Train, or resume, and return the file of the model; see the command `stage2`."""
-    looks = looks or Looks()
+    looks, on = looks or Looks(), on or devices.Devices()
     with _made(given, sources) as (config, autoencoder), ExitStack() as stack:
         statistics = sources.statistics(config)
         model = make_stage2(config, given.upstream)
@@ -219,17 +224,20 @@ def train(
         if classes is not None:
             check_labels(training.as_labels(dataset), classes)
         read = stack.enter_context(_batches(config, dataset, workers))
+        identity = {"config": plain(asdict(config)), "batches": len(read)}
+        identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
+        identity["stats"] = None if sources.stats is None else digest_of([sources.stats])
+        on.join({"configuration, images and latents": identity})
         seen = None if sources.cache is not None else autoencoder
-        step = training.make_step(training.Stage2(model, seen, statistics), config, len(read))
+        modules = training.Stage2(model, seen, statistics)
+        step = training.make_step(modules, config, len(read), on.place)
         epochs = config.experiment.epochs * len(read)
         last = epochs if limit is None else min(limit, epochs)
         watch = None
         if looks.grid_every is not None or looks.evaluate_every is not None:
+            refuse_several("looking at samples while it trains", "which draws and measures them")
             whole = training.Stage2(copy.deepcopy(model), autoencoder, statistics)
             watch = looks.watch(given, config, whole, out, last, workers, say)
-        identity = {"config": plain(asdict(config)), "batches": len(read)}
-        identity |= {"latents": sources.record(config), "cached": sources.cache is not None}
-        identity["stats"] = None if sources.stats is None else digest_of([sources.stats])
         trained = training.train(
             step,
             read,
@@ -241,7 +249,7 @@ def train(
             evaluate=watch,
             evaluate_every=None if watch is None else watch.every,
         )
-    tpuport.save_checkpoint(out / MODEL, trained.state_dict())
+    devices.write(out / MODEL, trained.state_dict())
     return out / MODEL
 
 
@@ -308,6 +316,7 @@ def sample(
     """
     if count < 1:
         raise UsageError(f"count={count}: expected 1 or more")
+    refuse_several("sample", _WRITES)
     with _made(given, sources) as (config, autoencoder):
         model = make_stage2(config, given.upstream)
         if run is None:

@@ -11,7 +11,8 @@ import torch
 from PIL import Image
 
 import tpuport
-from recipes.mae_dit import stage1
+from recipes.hosts import refuse_several
+from recipes.mae_dit import devices, stage1
 from recipes.mae_dit.config import Config, load
 from recipes.mae_dit.data import batches, training_batches
 from recipes.mae_dit.discriminator import make_discriminator
@@ -51,20 +52,23 @@ def train(
     out: Path,
     published: tuple[Path | None, Path | None] = (None, None),
     *,
+    on: devices.Devices | None = None,
     limit: int | None = None,
     log_every: int = 10,
     workers: int = 0,
     say: Callable[[str], Any] = print,
 ) -> Path:
     """Train, or resume, and return the file of the autoencoder; see the command `stage1`."""
+    on = on or devices.Devices()
     with given.made() as (config, model):
         gan = gan_of(config)
         perceptual = load_lpips(*published, say=say)
         judge = make_discriminator(gan.disc.arch, config.seed, say)
         modules = Stage1(model, judge, perceptual, gan)
         with training_batches(config, given.data, workers=workers) as batches_:
-            steps = stage1.Stage1Steps(modules, config, len(batches_))
             identity = {"config": plain(asdict(config)), "batches": len(batches_)}
+            on.join({"configuration and images": identity})
+            steps = stage1.Stage1Steps(modules, config, len(batches_), on.place)
             trained: Any = stage1.train(
                 steps,
                 batches_,
@@ -74,7 +78,7 @@ def train(
                 limit=limit,
                 log_every=log_every,
             )
-    tpuport.save_checkpoint(out / MODEL, trained.model.state_dict())
+    devices.write(out / MODEL, trained.model.state_dict())
     return out / MODEL
 
 
@@ -103,6 +107,7 @@ def reconstructed(model: Autoencoder, images: torch.Tensor) -> torch.Tensor:
 
 def latent_statistics(given: Given, run: Path, *, workers: int = 0) -> LatentStatistics:
     """Return the statistics of the latents of all training images."""
+    refuse_several("stats", "which reads all images")
     with given.made() as (config, model):
         ported = tpuport.convert(trained_autoencoder(model, run), methods=(latents,), verify=False)
         read = batches(config, given.data, split="train", workers=workers)
@@ -115,6 +120,7 @@ def reconstruct(given: Given, run: Path, out: Path) -> tuple[int, float]:
     Returns:
         The number of images, and the mean of their PSNR in dB.
     """
+    refuse_several("reconstruct", "which draws the picture")
     rows, found = [], []
     with given.made() as (config, model):
         model = trained_autoencoder(model, run)

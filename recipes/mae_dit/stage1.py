@@ -12,6 +12,7 @@ import torch
 
 import tpuport
 from recipes.mae_dit.config import Config
+from recipes.mae_dit.devices import trained
 from recipes.mae_dit.discriminator import ActNorm
 from recipes.mae_dit.losses import Active, Stage1, active_in, gan_of
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
@@ -266,5 +267,4 @@ def train(
                 break
     assert step is not None
     assert state is not None
-    trained: Any = step.load_state(state, ema=config.arch.ema_decay is not None).to_torch()
-    return trained
+    return trained(step.load_state(state, ema=config.arch.ema_decay is not None))

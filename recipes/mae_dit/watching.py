@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from PIL import Image
 
+from recipes.mae_dit.devices import on_one
 from recipes.mae_dit.evaluation.measuring import Measures, Reference, in_batches
 from recipes.mae_dit.stage2.sampling import Sampler
 from tpuport.foundation.files import replacing_file
@@ -49,7 +50,7 @@ class Watch:
         number, found = int(state.step), {}
         due = [look for every, look in self.watchers if number % every == 0 or number == self.last]
         if due:
-            weights = step.load_state(state, ema=self.averaged).params
+            weights = on_one(step.load_state(state, ema=self.averaged).params)
             for look in due:
                 found |= look(self.sampler, number, weights) or {}
         return found

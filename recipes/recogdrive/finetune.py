@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import tpuport
+from recipes.hosts import check_covers, check_same, gather
 from recipes.recogdrive.finetune_options import FinetuneOptions, check, parse
-from recipes.recogdrive.hosts import check_covers, check_same, gather
 from recipes.recogdrive.loading import load_chat_model, save_chat_model, tile_of
 from recipes.recogdrive.packing import make_buckets
 from recipes.recogdrive.samples import ChatData, PlannedChats, PlannedRows

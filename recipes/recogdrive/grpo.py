@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import tpuport
+from recipes.hosts import refuse_several
 from recipes.recogdrive.diffusion import NUM_STEPS
-from recipes.recogdrive.hosts import refuse_several
 from recipes.recogdrive.kinds import Kind
 from recipes.recogdrive.layouts import CacheDataset, collate, datasets
 from recipes.recogdrive.plots import check_plots

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import tpuport
-from recipes.recogdrive.hosts import refuse_several
+from recipes.hosts import refuse_several
 from recipes.recogdrive.layouts import CacheDataset
 from recipes.recogdrive.plots import check_plots, plot_trajectories
 from recipes.recogdrive.train import kind_of

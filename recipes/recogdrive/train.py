@@ -13,7 +13,7 @@ import optax
 import torch
 
 import tpuport
-from recipes.recogdrive import hosts
+from recipes import hosts
 from recipes.recogdrive.diffusion import Sampler
 from recipes.recogdrive.kinds import OURS, Kind, upstream_kind
 from recipes.recogdrive.layouts import CacheDataset, collate, collate_alike, datasets

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import torch
 
-from recipes.recogdrive import hosts
+from recipes import hosts
 from recipes.recogdrive.diffusion import ACTION_DIM, HORIZON, NUM_STEPS
 from recipes.recogdrive.kinds import Batch
 from recipes.recogdrive.layouts import CacheDataset, collate

@@ -10,6 +10,7 @@ from torch import nn
 
 import tpuport
 from recipes.mae_dit.config import Config
+from recipes.mae_dit.devices import trained
 from recipes.mae_dit.models import Autoencoder, Encodings, Images
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.mae_dit.statistics import LatentStatistics
@@ -175,8 +176,8 @@ def train(
         evaluate_every=evaluate_every,
         sinks=[JsonLines(out / "log.jsonl")],
     )
-    trained: Any = step.load_state(state, ema=config.arch.ema_decay is not None).to_torch()
-    return trained.model
+    modules: Any = trained(step.load_state(state, ema=config.arch.ema_decay is not None))
+    return modules.model
 
 
 def as_labels(dataset: Any) -> np.ndarray:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tpuport
-from recipes.recogdrive import finetune, grpo, hosts, sample
+from recipes import hosts
+from recipes.recogdrive import finetune, grpo, sample
 from recipes.recogdrive import planner as planners
 from recipes.recogdrive import train as stage2
 from recipes.recogdrive.finetune import FinetuneOptions, plan_batches
