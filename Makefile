@@ -5,15 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 FROM := pyproject.toml constraints.txt
+PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 
 # The type checker would otherwise ask the package index for a newer version on every run.
 export PYRIGHT_PYTHON_IGNORE_WARNINGS := 1
 
 # What pytest writes for a file of tests halves the time of collecting them a second time.
-test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-more test-all: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo tpu test test-all lint format typecheck fuzz bench docs docs-site dist try-newer clean
+.PHONY: help demo tpu test test-more test-all choose-tests lint format typecheck fuzz bench docs docs-site dist try-newer clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' Makefile | expand -t 16
@@ -28,10 +29,18 @@ tpu: $(VENV)/.installed-demo ## run everything on the TPU or GPU of this machine
 # More processes than two want more than 16 GiB of memory. A process that is through takes tests from
 # the other one: by whole files, a long one may come last.
 test: $(VENV)/.installed-dev ## run the test suite
-	$(BIN)/pytest -q -n 2 --dist worksteal
+	$(PYTEST) -m "not slow and not covered"
 
-test-all: $(VENV)/.installed-dev ## run the test suite and its slowest tests
-	$(BIN)/pytest -q -n 2 --dist worksteal -m "slow or not slow"
+test-more: $(VENV)/.installed-dev ## run what make test leaves out because other tests run its lines
+	$(PYTEST) -m "covered and not slow"
+
+test-all: $(VENV)/.installed-dev ## run both, and the slowest tests
+	$(PYTEST) -m "slow or not slow"
+
+choose-tests: $(VENV)/.installed-dev ## choose anew what make test leaves out
+	rm -rf build/measured
+	TPUPORT_MEASURED=build/measured $(PYTEST) -p tests.choosing
+	$(BIN)/python -m tests.choosing build/measured
 
 lint: $(VENV)/.installed-dev ## check style and formatting
 	$(BIN)/ruff check .

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import settings
 
 from benchmarks.newer_versions import without_emitters
+from tests.choosing import covered
 
 # jax reads these once, when it is first imported.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -49,7 +50,12 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 10, 10)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    left_out = covered()
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker(pytest.mark.covered)
     # For tracebacks that nobody reads, pytest would parse each file of jax and torch in them. That
     # took a third of the time of model/test_lowerings.py.
     for item in items:

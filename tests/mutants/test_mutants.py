@@ -48,6 +48,7 @@ def test_mutant_is_found(mutant: dict[str, str], copy: Path) -> None:
     original = path.read_text()
     path.write_text(original.replace(mutant["old"], mutant["new"]))
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-header"]
+    command += ["-m", "not slow and not covered"]  # as make test does
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ran = subprocess.run(
