@@ -69,6 +69,20 @@ def _small_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(defaults, "min_size", SPREAD_FROM)
 
 
+@pytest.fixture
+def spread(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each model that was placed, the number of weights of which a device holds a part."""
+    found, place = [], Devices.place
+
+    def placed(self: Devices, ported: tpuport.PortedModel) -> None:
+        place(self, ported)
+        weights = ported.params.values()
+        found.append(sum(not value.sharding.is_fully_replicated for value in weights))
+
+    monkeypatch.setattr(Devices, "place", placed)
+    return found
+
+
 def command(folder: Path, stage: str, out: Path) -> list[str]:
     given = [stage, str(folder / f"{stage}.yaml"), "--data", str(folder / "data"), "-o", str(out)]
     given += ["--log-every", "1"]
@@ -102,12 +116,16 @@ def check(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
-def test_a_mesh_trains_as_one_device_does(folder: Path, tmp_path: Path, stage: str):
+def test_a_mesh_trains_as_one_device_does(
+    folder: Path, tmp_path: Path, stage: str, spread: list[int]
+):
     """With norms that take their scales from the first part of a batch, and looks at samples."""
     looks = ["--grid-every", "3", "--evaluate-every", "3", "--evaluate-count", "7"]
     options = looks if stage == "stage2" else []
     run(folder, stage, tmp_path / "one", *options)
     run(folder, stage, tmp_path / "mesh", *options, "--mesh", "fsdp=8")
+    assert spread[0] == 0
+    assert spread[1] > 5
     check(tmp_path / "one", tmp_path / "mesh")
     if stage == "stage2":
         pictures = [tmp_path / out / "grids" / "step-000003.png" for out in ("one", "mesh")]
@@ -118,9 +136,12 @@ def test_a_mesh_trains_as_one_device_does(folder: Path, tmp_path: Path, stage: s
 # test_a_mesh_trains_as_one_device_does spreads the weights, too.
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["stage1", "stage2"])
-def test_copies_train_as_one_device_does(folder: Path, tmp_path: Path, stage: str):
+def test_copies_train_as_one_device_does(
+    folder: Path, tmp_path: Path, stage: str, spread: list[int]
+):
     run(folder, stage, tmp_path / "one")
     run(folder, stage, tmp_path / "copies", "--mesh", "data=8", "--rules", "ddp")
+    assert spread == [0, 0]
     check(tmp_path / "one", tmp_path / "copies")
 
 
