@@ -154,7 +154,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Measure, in the processes that run tests."""
     folder, distributed = os.environ.get("TPUPORT_MEASURED"), getattr(config.option, "dist", "no")
     if folder and (hasattr(config, "workerinput") or distributed == "no"):
-        config.pluginmanager.register(_Recorder(Path(folder)))
+        config.pluginmanager.register(_Recorder(Path(folder).resolve()))
 
 
 def read(folder: Path) -> Measured:

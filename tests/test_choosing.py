@@ -1,10 +1,13 @@
 """The tests that `make test` leaves out run lines that other tests run."""
 
 import json
+import os
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
+import coverage
 
 from tests.choosing import ROOT, Measured, choose, covered, of_mutants, read
 
@@ -54,7 +57,6 @@ def test_what_finds_the_mutants_is_not_left_out():
 
 
 def test_measurements_of_all_processes_are_read(tmp_path: Path):
-    coverage = pytest.importorskip("coverage")
     for worker, test in enumerate(("tests/test_a.py::one", "tests/test_a.py::two")):
         (tmp_path / f"gw{worker}.jsonl").write_text(json.dumps([test, 2.0, 0.5]) + "\n")
         data = coverage.CoverageData(str(tmp_path / f"gw{worker}.coverage"))
@@ -65,6 +67,24 @@ def test_measurements_of_all_processes_are_read(tmp_path: Path):
     assert found.seconds["tests/test_a.py::two"] == (2.0, 0.5)
     by_number = {number: len(tests) for (_, number), tests in found.lines.items()}
     assert by_number == {1: 2, 2: 1, 3: 1}
+
+
+def test_what_a_test_takes_and_runs_is_measured(tmp_path: Path):
+    test = "tests/recipes/mae_dit/test_config.py::test_a_file_and_overrides"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    subprocess.run(
+        [*command, "-p", "tests.choosing", test],
+        cwd=ROOT,
+        env={**os.environ, "TPUPORT_MEASURED": str(tmp_path / "measured")},
+        check=True,
+        capture_output=True,
+    )
+    found = read(tmp_path / "measured")
+    (seconds,) = found.seconds.items()
+    assert seconds[0] == test
+    assert 0 <= seconds[1][1] <= seconds[1][0]
+    files = {Path(file).name for (file, _), tests in found.lines.items() if test in tests}
+    assert "config.py" in files
 
 
 def test_what_is_left_out_is_there():
