@@ -290,7 +290,7 @@ def compile_(
     topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
     batch: Annotated[int, typer.Option(help="Images of an update, over all chips.")] = 1024,
     accumulate: Annotated[int, typer.Option(help="Parts of an update.")] = 1,
-    rules: Annotated[str, typer.Option(help="fsdp spreads the weights, ddp does not.")] = "fsdp",
+    rules: Rules = "fsdp",
     quick: Annotated[
         bool, typer.Option("--quick/--full", help="Let libtpu optimise less or fully.")
     ] = True,

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -61,7 +62,7 @@ def trained(ported: PortedModel) -> nn.Module:
     return hosts.gather(ported).to_torch()
 
 
-def write(path: Any, values: Mapping[str, Any]) -> None:
+def write(path: Path, values: Mapping[str, Any]) -> None:
     """Write a file of weights, by the first process alone."""
     if jax.process_index() == 0:
         tpuport.save_checkpoint(path, values)
