@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpuport.tracing.dispatch import meta_rules
+from tpuport.tracing.dispatch import meta_infer, meta_rules
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -307,3 +307,32 @@ def test_attention():
             found, lambda q=q, k=k, v=v, m=mask: F.scaled_dot_product_attention(q, k, v, m)
         )
     assert done > 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, BF16])
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_convolution_has_the_strides_of_eager(dims, dtype):
+    last = torch.channels_last if dims == 2 else torch.channels_last_3d
+    seen = set()
+    # On one thread PyTorch convolves volumes by kernels of one element otherwise.
+    sizes = ((1, 1), (6, 1), (6, 3)) if dims == 2 else ((6, 3), (5, 2))
+    for (size, kernel), channels in itertools.product(sizes, (1, 4)):
+        for turned_x, turned_weight, dilation, transposed in itertools.product(
+            (False, True), (False, True), (1, 2), (False, True)
+        ):
+            x, weight = f(2, 4, *[size] * dims), f(channels, 4, *[kernel] * dims)
+            weight = weight.transpose(0, 1).contiguous() if transposed else weight
+            x = x.to(dtype, memory_format=last if turned_x else torch.contiguous_format)
+            weight = weight.to(
+                dtype, memory_format=last if turned_weight else torch.contiguous_format
+            )
+            args = (x, weight, None, [1], [0], [dilation], transposed, [0], 1)
+            want = aten.convolution.default(*args)
+            got = meta_infer.infer(aten.convolution.default, tuple(map(on_meta, args)), {})
+            assert got.shape == want.shape
+            # The stride of a dim of size 1 places no element.
+            placed = [dim for dim, n in enumerate(want.shape) if n > 1]
+            strides = [[t.stride(dim) for dim in placed] for t in (got, want)]
+            assert strides[0] == strides[1], (args[2:], x.stride(), weight.stride())
+            seen.add(want.is_contiguous())
+    assert seen == {True, False} or (dtype is torch.float64 and dims == 3)

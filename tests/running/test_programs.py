@@ -235,6 +235,48 @@ def test_random_numbers_are_fresh_seeded_and_the_same_forward_and_backward():
         assert 32 < bias.min() < bias.max() < 96
 
 
+LAYOUTS = {
+    "transposed": lambda x: (x * 2).transpose(1, 2),
+    "channels last": lambda x: x.to(memory_format=torch.channels_last).relu(),
+    "of a convolution": lambda x: torch.conv2d(
+        x.contiguous(memory_format=torch.channels_last), x.new_ones(4, 3, 2, 2)
+    ),
+    "by a convolution's weight": lambda x: torch.conv2d(
+        x, x.new_ones(4, 3, 2, 2).contiguous(memory_format=torch.channels_last)
+    ),
+    "of a matrix": lambda x: (x + 1).mT,
+    "contiguous": lambda x: x + 1,
+}
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_what_is_drawn_like_a_result_is_what_eager_draws(make, differentiated):
+    class Laid(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()), requires_grad=differentiated)
+
+        def forward(self, x):
+            return make(x * self.scale)
+
+    def drawn(device):
+        torch.manual_seed(0)
+        x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5).to(device)
+        net = Laid().to(device)
+        out = net(x)
+        assert out.requires_grad is differentiated
+        assert len(programs()) == (device != "cpu")
+        return out.detach(), out.stride(), torch.randn_like(out.detach())
+
+    expected = drawn("cpu")
+    with tpuport.porting():
+        got = drawn("cuda")
+    assert got[1] == expected[1]
+    close(expected[0], got[0])
+    assert torch.equal(got[2].cpu(), expected[2])
+
+
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()

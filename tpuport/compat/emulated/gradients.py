@@ -17,6 +17,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
 from tpuport.model.program_cache import BoundCall, CachedProgram
+from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.gradient_paths import evaluated
 from tpuport.tracing.core.paths import Path, Paths
 
@@ -24,9 +25,18 @@ from tpuport.tracing.core.paths import Path, Paths
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
 
 
-def host_tensor(value: jax.Array, dtype: torch.dtype) -> torch.Tensor:
-    """Return an array as a tensor on the emulated accelerator."""
-    return tag(backend.to_torch(value, dtype))
+def host_tensor(
+    value: jax.Array, dtype: torch.dtype, meta: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return an array as a tensor on the emulated accelerator, with the strides of `meta`.
+
+    Code sees strides in what `view` takes, and `randn_like` draws in their order.
+    """
+    made = backend.to_torch(value, dtype)
+    if meta is not None and not meta.is_contiguous() and meta.shape == made.shape:
+        strided = torch.empty_strided(made.shape, result_meta(meta).stride(), dtype=dtype)
+        made = strided.copy_(made)
+    return tag(made)
 
 
 def differentiable(
@@ -207,7 +217,7 @@ class DifferentiatedCall:
     pull: Any = None
     rest: Any = None
     reached: Any = None
-    dtypes: list[torch.dtype] = field(default_factory=list)
+    metas: list[torch.Tensor] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     # The floating outputs without a gradient, such as those made under `no_grad`.
     constant: list[int] = field(default_factory=list)
@@ -222,17 +232,16 @@ class DifferentiatedCall:
         flows, self.pull, self.rest, self.reached = prepared.run()
         metas = prepared.compiled.outcome.out_metas
         stays = self.rest[0]
-        flowing = [m for m, stay in zip(metas, stays, strict=True) if stay is None]
-        self.dtypes = [meta.dtype for meta in flowing]
-        self.constant = [i for i, meta in enumerate(flowing) if not meta.requires_grad]
+        self.metas = [m for m, stay in zip(metas, stays, strict=True) if stay is None]
+        self.constant = [i for i, meta in enumerate(self.metas) if not meta.requires_grad]
         self.shapes = [flow.shape for flow in flows]
-        return [host_tensor(flow, d) for flow, d in zip(flows, self.dtypes, strict=True)]
+        return [host_tensor(flow, m.dtype, m) for flow, m in zip(flows, self.metas, strict=True)]
 
     def _cotangents(self, gradients: Sequence[torch.Tensor | None], absent: Any) -> list[Any]:
-        flows = zip(gradients, self.dtypes, self.shapes, strict=True)
+        dtypes = [meta.dtype for meta in self.metas]
         return [
             absent(shape, backend.jax_dtype(dtype)) if g is None else backend.to_jax(g.to(dtype))
-            for g, dtype, shape in flows
+            for g, dtype, shape in zip(gradients, dtypes, self.shapes, strict=True)
         ]
 
     def pulled_back(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:

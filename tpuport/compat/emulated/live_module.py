@@ -342,7 +342,7 @@ class LiveModel(PortedModel):
                 if same and names[id(tensor)] in self._tree.registered:
                     return known
             value = values.get(names.get(id(tensor), ""))
-            return tensor if value is None else gradients.host_tensor(value, tensor.dtype)
+            return tensor if value is None else gradients.host_tensor(value, tensor.dtype, tensor)
 
         cloner = Cloner(back)
         cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
@@ -362,7 +362,7 @@ class LiveModel(PortedModel):
         made = arguments.from_program(value, meta)
         if not isinstance(made, torch.Tensor):
             return made
-        host = gradients.host_tensor(made.jax(), made.dtype)  # type: ignore[attr-defined]
+        host = gradients.host_tensor(made.jax(), made.dtype, meta)  # type: ignore[attr-defined]
         if made._or_number:  # type: ignore[attr-defined]
             host._or_number = True  # type: ignore[attr-defined]  (verification asks for it)
         return host

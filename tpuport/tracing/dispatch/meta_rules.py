@@ -24,6 +24,16 @@ def _plain(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_contiguous()
 
 
+def _is_row_major(tensor: Any) -> bool:
+    """Return whether strides are those of a new tensor, in dims of size 1, too.
+
+    By the strides of those, a convolution tells channels last from contiguous.
+    """
+    if not _plain(tensor):
+        return False
+    return tensor.stride() == _made(torch.Tensor.size(tensor), tensor.dtype).stride()
+
+
 BOOLEAN = {
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not", "logical_xor",
     "isnan", "isinf", "isfinite", "isposinf", "isneginf",
@@ -315,8 +325,8 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if (
         transposed
         or kwargs
-        or not _plain(x)
-        or not _plain(weight)
+        or not _is_row_major(x)
+        or not _is_row_major(weight)
         or len(size) != len(kernel)
         or x.dtype != weight.dtype
     ):
