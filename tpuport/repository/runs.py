@@ -12,6 +12,7 @@ from typing import Any
 
 from tpuport.repository.capture import SETTINGS
 from tpuport.repository.copies import copy_repository
+from tpuport.repository.hub import OFFLINE
 from tpuport.repository.processes import Finished, run_command
 from tpuport.repository.scripts import StartScript, shown_launches
 from tpuport.repository.slices import FIRST_SLICE, next_slice
@@ -30,7 +31,7 @@ _TRIALS = 4
 # What libraries would do unasked: send a run to a service, open a window.
 _QUIET = {"WANDB_MODE": "offline", "MPLBACKEND": "Agg"}
 _REPORT = "it is more than rounding: please report it with the script"
-_KINDS = ("made up", "refused write", "process", "connection", "autocast off")
+_KINDS = ("made up", "refused write", "process", "connection", "autocast off", "hub offline")
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,20 @@ class Workspace:
         folder: The folder for everything.
         copy: The copy of the repository.
         before: The file that is executed before the script.
+        hub_offline: Why the Hugging Face hub cannot be reached, if so.
     """
 
     folder: Path
     copy: Path
     before: Path
+    hub_offline: str = ""
 
     def environment(self) -> dict[str, str]:
         """Return variables for a process that runs the script."""
         paths = [str(self.copy), *filter(None, [os.environ.get("PYTHONPATH")])]
         quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
-        return {**quiet, "PYTHONPATH": os.pathsep.join(paths)}
+        offline = OFFLINE if self.hub_offline else {}
+        return {**quiet, **offline, "PYTHONPATH": os.pathsep.join(paths)}
 
     def without_paths(self, text: str) -> str:
         """Return a text in which paths are relative to the repository."""
@@ -60,6 +64,8 @@ class Workspace:
     def seen(self, folder: Path) -> dict[str, list[dict[str, str]]]:
         """Return what a run did, by kind: made-up files, refused writes and so on."""
         found: dict[str, list[dict[str, str]]] = {kind: [] for kind in _KINDS}
+        if self.hub_offline:
+            found["hub offline"].append({"what": self.hub_offline, "instead": "HF_HUB_OFFLINE=1"})
         try:
             lines = (folder / "seen.jsonl").read_text().splitlines()
         except OSError:
@@ -75,8 +81,9 @@ class Workspace:
         return found
 
 
-def prepare_workspace(wanted: PortRequest, entry: StartScript) -> Workspace:
+def prepare_workspace(project: Repository, entry: StartScript) -> Workspace:
     """Copy the repository, and the file that is executed before its script."""
+    wanted = project.wanted
     folder = (wanted.out / _WORK).resolve()
     folder.mkdir(exist_ok=True)
     copy = folder / "copy"
@@ -90,7 +97,7 @@ def prepare_workspace(wanted: PortRequest, entry: StartScript) -> Workspace:
         "autocast": wanted.autocast,
     }
     target.with_suffix(".json").write_text(json.dumps(settings))
-    return Workspace(folder, copy, target)
+    return Workspace(folder, copy, target, project.hub_offline)
 
 
 def verify_stage(project: Repository) -> StageRecord:
@@ -107,7 +114,7 @@ def verify_stage(project: Repository) -> StageRecord:
         answer = "Nothing of the repository was run."
         ask = "call again with --run to let its code run here"
         return StageRecord("verify", NOT_ASKED, "run", answer, ask, {"command": shown})
-    work = prepare_workspace(wanted, entry)
+    work = prepare_workspace(project, entry)
     results = work.folder / "verify"
     command[1:1] = ["--out", str(results), "--before", str(work.before)]
     if "/" in entry.path:
@@ -229,7 +236,7 @@ def fit_stage(project: Repository) -> StageRecord:
         ask = "call again with --run to let its code run here"
         return StageRecord("fit", NOT_ASKED, "compiled", answer, ask)
     entry = entry or StartScript("", trains=False, reasons=())
-    work = prepare_workspace(wanted, entry)
+    work = prepare_workspace(project, entry)
     name = wanted.slice_name or FIRST_SLICE
     tried: list[str] = []
     result: dict[str, Any] = {}

@@ -23,6 +23,7 @@ from tpuport.lint.run import run as lint_files
 from tpuport.lint.settings import Settings, load_settings
 from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
+from tpuport.repository.hub import why_unreachable
 from tpuport.repository.hydra_files import config_names, find_config
 from tpuport.repository.scripts import StartScript, add_packages, find_scripts
 from tpuport.repository.sizes import (
@@ -158,6 +159,11 @@ class Repository:
         return choose_arguments(
             self.settings_of_entry, self.entry, wanted.arguments, wanted.changes
         )
+
+    @cached_property
+    def hub_offline(self) -> str:
+        """Return why the Hugging Face hub cannot be reached, the same for all runs."""
+        return why_unreachable(self.entry.packages) if self.entry is not None else ""
 
     def digest(self) -> str:
         """Return a digest of the Python files and of the version of tpuport."""
