@@ -12,6 +12,7 @@ COMMANDS = {
     "sample": ("commands", "sample"),
     "evaluate": ("commands", "evaluate"),
     "reconstruct": ("commands", "reconstruct"),
+    "page": ("commands", "page"),
     "compile": ("commands", "compile_"),
 }
 

@@ -276,6 +276,24 @@ def evaluate(
             measures.write(out, found)
 
 
+def page(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of stage1, stage2 or sample.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The .html file to write.")],
+    picture: Annotated[
+        list[Path] | None, typer.Option(help="Another picture, as of reconstruct; repeatable.")
+    ] = None,
+    measures: Annotated[
+        list[Path] | None, typer.Option(help="File of evaluate --out; repeatable.")
+    ] = None,
+) -> None:
+    """Write a page of runs: curves of losses and FID, pictures, measures."""
+    with errors_as_exit_codes("page"):
+        from recipes.mae_dit.page import write_page
+
+        write_page(out, runs, pictures=picture or (), measures=measures or ())
+        typer.echo(f"{out} shows {len(runs)} runs")
+
+
 class Program(StrEnum):
     """A step at full size."""
 

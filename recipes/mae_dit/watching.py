@@ -15,6 +15,7 @@ from recipes.mae_dit.devices import on_one
 from recipes.mae_dit.evaluation.measuring import Measures, Reference, in_batches
 from recipes.mae_dit.stage2.sampling import Sampler
 from tpuport.foundation.files import replacing_file
+from tpuport.foundation.reporting.markup import Markup, tag
 
 SHOWN = 8  # columns of a grid
 _PICTURES = 32
@@ -119,32 +120,45 @@ def logged(path: Path) -> dict[int, float]:
 
 
 def write_curve(path: Path, points: Mapping[int, float]) -> None:
-    """Draw values over steps, from zero on, as SVG."""
-    right, top = max(points), max([*points.values(), 1e-9])
+    """Draw FIDs over steps, from zero on, as SVG."""
+    with replacing_file(path) as temporary:
+        temporary.write_text(curve("FID", points) + "\n", encoding="utf-8")
+
+
+def curve(name: str, points: Mapping[int, float]) -> Markup:
+    """Draw finite values over steps, from zero on or up to it, as SVG.
+
+    Args:
+        name: What the values are.
+        points: The values by step; at least one.
+    """
+    right = max(*points, 1)
+    low, high = min(*points.values(), 0.0), max(*points.values(), 0.0)
+    scale = (_HEIGHT - 2 * _EDGE) / (high - low or 1.0)
     places = [
         (
-            _EDGE + (_WIDTH - 2 * _EDGE) * step / right,
-            _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * value / top,
-            f"step {step}: FID {value:.4g}",
+            f"{_EDGE + (_WIDTH - 2 * _EDGE) * step / right:.1f}",
+            f"{_HEIGHT - _EDGE - scale * (value - low):.1f}",
+            f"step {step}: {name} {value:.4g}",
         )
         for step, value in sorted(points.items())
     ]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
-    dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{text}</title></circle>'
-        for x, y, text in places
+    bottom, far = _HEIGHT - _EDGE, _WIDTH - _EDGE
+    line = " ".join(f"{x},{y}" for x, y, _ in places)
+    return tag(
+        "svg",
+        tag("path", d=f"M{_EDGE},{_EDGE}V{bottom}H{far}", fill="none", stroke="gray"),
+        tag("polyline", points=line, fill="none", stroke="currentColor"),
+        *(tag("circle", tag("title", text), cx=x, cy=y, r=3) for x, y, text in places),
+        tag("text", f"{name}, {low:.4g} to {high:.4g}", x=_EDGE, y=_EDGE - 12),
+        tag("text", f"step {right}", x=far, y=bottom + 20, text_anchor="end"),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        font_family="sans-serif",
+        font_size=12,
+        fill="currentColor",
+        role="img",
     )
-    low, far = _HEIGHT - _EDGE, _WIDTH - _EDGE
-    text = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-        ' font-family="sans-serif" font-size="12">'
-        f'<path d="M{_EDGE},{_EDGE}V{low}H{far}" fill="none" stroke="gray"/>'
-        f'<polyline points="{line}" fill="none" stroke="black"/>{dots}'
-        f'<text x="{_EDGE}" y="{_EDGE - 12}">FID, up to {top:.4g}</text>'
-        f'<text x="{far}" y="{low + 20}" text-anchor="end">step {right}</text></svg>\n'
-    )
-    with replacing_file(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
 
 
 def write_grid(path: Path, images: np.ndarray) -> None:

@@ -4,7 +4,7 @@ A template escapes every value that it writes: first what a terminal or a browse
 visible (`visible`), then HTML's own characters are escaped. Only Markup is written as it is.
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from tpuport.foundation.reporting.markup import Markup, plural, visible
@@ -14,22 +14,24 @@ if TYPE_CHECKING:
     import jinja2
 
 
-def render(template: str, **values: object) -> str:
+def render(template: str, /, *, package: str = "tpuport", **values: object) -> str:
     """Fill a template.
 
     Args:
-        template: The path of the template within the package.
+        template: The path of the template within its package.
+        package: The package. Templates of another one find those of tpuport, too.
         values: What it shows; text is escaped, Markup is not.
     """
-    return _environment().get_template(template).render(values)
+    return _environment(package).get_template(template).render(values)
 
 
 @cache
-def _environment() -> "jinja2.Environment":
+def _environment(package: str) -> "jinja2.Environment":
     import jinja2
 
+    packages = dict.fromkeys((package, "tpuport"))
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("tpuport", ""),
+        loader=jinja2.ChoiceLoader([jinja2.PackageLoader(name, "") for name in packages]),
         autoescape=True,
         finalize=_finalized,
         trim_blocks=True,
@@ -38,7 +40,7 @@ def _environment() -> "jinja2.Environment":
         undefined=jinja2.StrictUndefined,
     )
     environment.filters |= {"plural": plural, "thousands": "{:,}".format}
-    environment.globals["css"] = _style_sheet
+    environment.globals["css"] = partial(_style_sheet, environment)
     return environment
 
 
@@ -47,7 +49,6 @@ def _finalized(value: Any) -> Any:
     return value if hasattr(value, "__html__") else visible(value)
 
 
-def _style_sheet(path: str) -> Markup:
-    environment = _environment()
+def _style_sheet(environment: "jinja2.Environment", path: str) -> Markup:
     assert environment.loader is not None
     return Markup(environment.loader.get_source(environment, path)[0])
