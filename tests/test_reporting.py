@@ -238,7 +238,8 @@ def test_json_that_does_not_fit_its_type_is_refused(wrong: object):
 
 def test_a_template_shows_what_a_browser_would_obey():
     evil = "<b>'\x1b\u202e"
-    written = templates._environment().from_string("{{ a }}|{{ b }}|{{ 3 | plural('branch') }}")
+    shown = "{{ a }}|{{ b }}|{{ 3 | plural('branch') }}"
+    written = templates._environment("tpuport").from_string(shown)
     assert written.render(a=evil, b=Markup("<i>")) == ("&lt;b&gt;&#39;\\x1b\\u202e|<i>|3 branches")
 
 
