@@ -81,7 +81,7 @@ def write_page(
     """
     page = render(
         "mae_dit/templates/page.html.j2",
-        package="recipes",
+        "recipes",
         runs=[read_run(folder) for folder in folders],
         pictures=[read_picture(file) for file in pictures],
         measures=[(str(file), read_measures(file)) for file in measures],

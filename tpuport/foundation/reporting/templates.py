@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import jinja2
 
 
-def render(template: str, /, *, package: str = "tpuport", **values: object) -> str:
+def render(template: str, package: str = "tpuport", /, **values: object) -> str:
     """Fill a template.
 
     Args:
