@@ -33,7 +33,7 @@ def host_tensor(
     Code sees strides in what `view` takes, and `randn_like` draws in their order.
     """
     made = backend.to_torch(value, dtype)
-    if meta is not None and not meta.is_contiguous() and meta.shape == made.shape:
+    if meta is not None and not meta.is_contiguous():
         strided = torch.empty_strided(made.shape, result_meta(meta).stride(), dtype=dtype)
         made = strided.copy_(made)
     return tag(made)

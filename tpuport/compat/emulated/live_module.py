@@ -342,7 +342,7 @@ class LiveModel(PortedModel):
                 if same and names[id(tensor)] in self._tree.registered:
                     return known
             value = values.get(names.get(id(tensor), ""))
-            return tensor if value is None else gradients.host_tensor(value, tensor.dtype, tensor)
+            return tensor if value is None else gradients.host_tensor(value, tensor.dtype)
 
         cloner = Cloner(back)
         cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
