@@ -89,7 +89,8 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         try:
             made = func(*meta_args, **meta_kwargs)
-            return _as_convolved(made, *meta_args[:2]) if func in _CONVOLUTIONS else made
+            is_convolution = func is aten.convolution.default
+            return _as_convolved(made, *meta_args[:2]) if is_convolution else made
         except RuntimeError as error:
             if not any(text in str(error) for text in ("same device", "expected device meta")):
                 raise
@@ -108,7 +109,6 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise
 
 
-_CONVOLUTIONS = {aten.convolution.default}
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
