@@ -289,9 +289,10 @@ def page(
     """Write a page of runs: curves of losses and FID, pictures, measures."""
     with errors_as_exit_codes("page"):
         from recipes.mae_dit.page import write_page
+        from tpuport.foundation.reporting.markup import plural
 
         write_page(out, runs, pictures=picture or (), measures=measures or ())
-        typer.echo(f"{out} shows {len(runs)} runs")
+        typer.echo(f"{out} shows {plural(len(runs), 'run')}")
 
 
 class Program(StrEnum):

@@ -3,15 +3,13 @@
 import base64
 import io
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
-from recipes.mae_dit.watching import curve
+from recipes.mae_dit.watching import Log, curve, read_log
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.files import replacing_file
 from tpuport.foundation.reporting.markup import Markup
@@ -19,26 +17,6 @@ from tpuport.foundation.reporting.templates import render
 
 _POINTS = 300  # of a curve
 _GRIDS = 8  # pictures of a run
-
-
-@dataclass(frozen=True)
-class Log:
-    """The numbers of a run's log.
-
-    Attributes:
-        values: Finite values by name and step. Of a step that was done again, the last.
-        odd: Values that are not finite.
-        broken: Lines that are no JSON objects with a step, such as one cut off by a kill.
-    """
-
-    values: dict[str, dict[int, float]]
-    odd: int = 0
-    broken: int = 0
-
-    @property
-    def last(self) -> int:
-        """Return the last step of which there is a number."""
-        return max((step for points in self.values.values() for step in points), default=0)
 
 
 @dataclass(frozen=True)
@@ -108,36 +86,6 @@ def read_run(folder: Path) -> Run:
         )
     curves = [curve(name, thinned(points)) for name, points in log.values.items()]
     return Run(str(folder), log, curves, [read_picture(file) for file in files])
-
-
-def read_log(path: Path) -> Log:
-    """Read the log of a run, which may be cut off in its last line."""
-    values: dict[str, dict[int, float]] = {}
-    odd = broken = 0
-    lines = path.read_bytes().splitlines() if path.is_file() else []
-    for line in lines:
-        entry = _object(line)
-        step = entry.pop("step", None)
-        if not isinstance(step, int) or step < 0:
-            broken += 1
-            continue
-        for name, value in entry.items():
-            if isinstance(value, bool) or not isinstance(value, int | float | str | None):
-                continue
-            if isinstance(value, int | float) and math.isfinite(value):
-                values.setdefault(name, {})[step] = float(value)
-            else:
-                # How JSON has NaN and infinity: as null, or by name.
-                odd += 1
-    return Log(values, odd, broken)
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        return {}
-    return entry if isinstance(entry, dict) else {}
 
 
 def thinned(points: dict[int, float]) -> dict[int, float]:

@@ -106,17 +106,56 @@ class Distances:
         images, _ = sampler.images(self.count, self.seed, size, weights)
         features = self.measures.features(in_batches(images, size))
         found = {**self.reference.distances(features), "IS": features.score()}
-        points = {step: v for step, v in logged(self.out / "log.jsonl").items() if step < number}
+        known = read_log(self.out / "log.jsonl").values.get(_NAME, {})
+        points = {step: value for step, value in known.items() if step < number}
         write_curve(self.out / "fid.svg", {**points, number: found["FID"]})
         return found
 
 
-def logged(path: Path) -> dict[int, float]:
-    """Return the FIDs of a run's log, by the step after which each was measured."""
-    if not path.is_file():
+@dataclass(frozen=True)
+class Log:
+    """The numbers of a run's log.
+
+    Attributes:
+        values: Finite values by name and step. Of a step that was done again, the last.
+        odd: Values that are not finite.
+        broken: Lines that are no JSON objects with a step, such as one cut off by a kill.
+    """
+
+    values: dict[str, dict[int, float]]
+    odd: int = 0
+    broken: int = 0
+
+    @property
+    def last(self) -> int:
+        """Return the last step of which there is a number."""
+        return max((step for points in self.values.values() for step in points), default=0)
+
+
+def read_log(path: Path) -> Log:
+    """Read the log of a run, which a kill may have cut off; a missing one is empty."""
+    values: dict[str, dict[int, float]] = {}
+    odd = broken = 0
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        entry = _object(line)
+        step = entry.pop("step", None)
+        if not isinstance(step, int) or step < 0:
+            broken += 1
+            continue
+        for name, value in entry.items():
+            if value is None:  # NaN and infinity, as the log has them
+                odd += 1
+            elif isinstance(value, int | float) and math.isfinite(value):
+                values.setdefault(name, {})[step] = float(value)
+    return Log(values, odd, broken)
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    try:
+        entry = json.loads(line)
+    except ValueError:
         return {}
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {line["step"]: line[_NAME] for line in lines if line.get(_NAME) is not None}
+    return entry if isinstance(entry, dict) else {}
 
 
 def write_curve(path: Path, points: Mapping[int, float]) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from recipes.mae_dit import page
 from recipes.mae_dit.__main__ import app
-from recipes.mae_dit.watching import write_grid
+from recipes.mae_dit.watching import Log, read_log, write_grid
 from tpuport.foundation.errors import UsageError
 
 HOSTILE = "<script>alert(1)</script>"
@@ -37,6 +37,7 @@ def test_the_command_writes_curves_pictures_and_measures(tmp_path):
     given = [str(run), str(sampled), "--out", str(out), "--measures", str(tmp_path / "m.json")]
     found = CliRunner().invoke(app, ["page", *given, "--picture", str(sampled / "grid.png")])
     assert found.exit_code == 0, found.output
+    assert "page.html shows 2 runs" in found.output.replace("\n", "")
     text = out.read_text(encoding="utf-8")
     assert text.count("<svg") == 4
     assert "step 2: evaluate/FID 7" in text
@@ -60,8 +61,8 @@ def test_a_log_that_was_cut_off_is_read_up_to_there(tmp_path):
     run = run_at(tmp_path / "run", [{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, [1], 7])
     with (run / "log.jsonl").open("a") as file:
         file.write('{"step": 1, "loss": 3.0}\n{"step": 3, "lo')
-    log = page.read_log(run / "log.jsonl")
-    assert log == page.Log({"loss": {1: 3.0}}, odd=1, broken=3)
+    log = read_log(run / "log.jsonl")
+    assert log == Log({"loss": {1: 3.0}}, odd=1, broken=3)
     page.write_page(tmp_path / "page.html", [run])
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "1 value not finite, left out." in text
