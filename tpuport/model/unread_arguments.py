@@ -18,6 +18,7 @@ from tpuport.foundation.pytree.sealed import SealedTrace, WasRead, apart, replac
 from tpuport.foundation.user_frames import is_inside
 from tpuport.model.program_cache import CachedProgram, CallArguments, Signature, release
 from tpuport.tracing.session.seen_types import seen_in
+from tpuport.tracing.state.request import TraceResult
 
 # What walks through arguments without deciding anything by them.
 _WALKS = tuple(
@@ -125,10 +126,16 @@ def _same_results(ours: CachedProgram, theirs: CachedProgram) -> bool:
     return (
         a.out_spec.key == b.out_spec.key
         and list(map(_described, a.out_metas)) == list(map(_described, b.out_metas))
-        and (a.uses_key, a.changed, a.rebound) == (b.uses_key, b.changed, b.rebound)
+        and _described_state(a) == _described_state(b)
+        and a.uses_key == b.uses_key
         and a.out_aliases == b.out_aliases
         and len(a.trace.recorder.checks) == len(b.trace.recorder.checks)
     )
+
+
+def _described_state(outcome: TraceResult) -> Any:
+    bound = {name: _described(meta) for name, meta in outcome.bound.items()}
+    return outcome.changed, outcome.rebound, bound
 
 
 def _described(meta: Any) -> Any:

@@ -70,6 +70,8 @@ class LiveModel(PortedModel):
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
+        # State that the call bound anew, by name: what its tensors are like.
+        self._bound_anew: dict[str, torch.Tensor] = {}
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
@@ -111,6 +113,7 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
+        self._bound_anew.clear()
         self._last_key = None
         with without_saved_tensors_hooks():
             try:
@@ -119,10 +122,7 @@ class LiveModel(PortedModel):
                 if after_error.is_of_the_code(error, (args, kwargs)):
                     after_error.repeat(self, self._user, method, args, kwargs)
                 raise
-        if self._outside_values.changed():
-            # Values that the call set at its first use.
-            self._outside_values = self._outside.snapshot()
-            self._frames[self._number] = self._frame, self._outside_values
+        self._accept_outside()
         self._give_back(before)
         self._share_buffers()
         return out
@@ -210,6 +210,12 @@ class LiveModel(PortedModel):
         self._outside = GlobalState(CodeReads([self._user]), name, self._source)
         self._outside_values = self._outside.snapshot()
 
+    def _accept_outside(self) -> None:
+        """Take what the call itself set outside, at its first use, for what its program is for."""
+        if self._outside_values.changed():
+            self._outside_values = self._outside.snapshot()
+            self._frames[self._number] = self._frame, self._outside_values
+
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
         tree = self._taken_apart(self._user)
@@ -287,6 +293,10 @@ class LiveModel(PortedModel):
 
     # -- what a call changed -----------------------------------------------------------------------
 
+    def _advance(self, compiled: Any, new_state: dict[str, jax.Array]) -> None:
+        super()._advance(compiled, new_state)
+        self._bound_anew.update(compiled.outcome.bound)
+
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
         self._python_changes.append(changes)
@@ -297,32 +307,53 @@ class LiveModel(PortedModel):
             self._give_python_state(change)
         if self._python_changes:
             self._tree = self._taken_apart(self._user)
-            self._outside_values = self._outside.snapshot()
+        replaced: dict[str, torch.Tensor] = {}
         for name, value in self._values().items():
             leaf = self._tree.leaves.get(name)
             if before.get(name) is value or leaf is None:
                 continue
             if isinstance(leaf, torch.Tensor):
-                self._give_tensor(name, leaf, value)
+                made = self._given(name, leaf, value)
+                if made is not None:
+                    replaced[name] = made
             elif name in self._tracer.numbers:
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
+        self._replace(replaced)
+        self._accept_outside()
         if self._python_changes:
+            self._outside_values = self._outside.snapshot()
             self._set_frame(frame_of(self._tree, self._user))
             registered = self._tree.registered
             self._keys |= {n: _key(t, n in registered) for n, t in self._tree.leaves.items()}
 
-    def _give_tensor(self, name: str, leaf: torch.Tensor, value: jax.Array) -> None:
-        new = backend.to_torch(value, leaf.dtype)
-        owner = self._tree.owners.get(name)
-        if name in self._tree.registered or owner is None:
-            with torch.no_grad():
-                leaf.copy_(new)
-        else:
-            # Eager rebinds a plain attribute: references to the old tensor keep the old values.
-            fqn, attribute = owner
-            leaf = vars(self._user.get_submodule(fqn))[attribute] = tag(new)
+    def _given(self, name: str, leaf: torch.Tensor, value: jax.Array) -> torch.Tensor | None:
+        """Write to a tensor of the user's, or return another one for it if the call bound that.
+
+        References to the old tensor keep the old values then.
+        """
+        bound = self._bound_anew.get(name)
+        if bound is not None and not isinstance(leaf, torch.nn.Parameter):
+            return gradients.host_tensor(value, leaf.dtype, bound)
+        with torch.no_grad():
+            leaf.copy_(backend.to_torch(value, leaf.dtype))
         self._keys[name] = _key(leaf, name in self._tree.registered)
+        return None
+
+    def _replace(self, replaced: dict[str, torch.Tensor]) -> None:
+        """Put tensors for others, by name, wherever the user's module holds these."""
+        tree = self._tree
+        new = {id(tree.leaves[name]): tensor for name, tensor in replaced.items()}
+        cloner = Cloner(lambda tensor: new.get(id(tensor), tensor))
+        if any(name not in tree.owners for name in replaced):
+            cloner.memo.update({id(m): m for m in self._user.modules()})
+        for name, tensor in replaced.items():
+            for path in (name, *tree.aliases.get(name, ())):
+                fqn, attribute = tree.owner_of(path)
+                owner = self._user.get_submodule(fqn)
+                put(owner, owner, attribute, cloner)
+            tree.leaves[name] = tensor
+            self._keys[name] = _key(tensor, name in tree.registered)
 
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
@@ -339,10 +370,12 @@ class LiveModel(PortedModel):
             known = self._tree.leaves.get(names.get(id(tensor), ""))
             if isinstance(known, torch.Tensor) and tensor is not known and known.is_leaf:
                 same = tensor.shape == known.shape and tensor.dtype == known.dtype
-                if same and names[id(tensor)] in self._tree.registered:
+                name, is_param = names[id(tensor)], isinstance(known, torch.nn.Parameter)
+                is_kept = is_param or name not in self._bound_anew
+                if same and is_kept and name in self._tree.registered:
                     return known
             value = values.get(names.get(id(tensor), ""))
-            return tensor if value is None else gradients.host_tensor(value, tensor.dtype)
+            return tensor if value is None else gradients.host_tensor(value, tensor.dtype, tensor)
 
         cloner = Cloner(back)
         cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})

@@ -48,7 +48,7 @@ from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
-from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
+from tpuport.tracing.session.output_aliases import bound, memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
@@ -338,6 +338,7 @@ class Tracer:
         placed = [i for i, one in enumerate(serials) if one in trace.offsets_read]
         outcome.out_aliases = output_aliases(outcome, outputs, made, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
+        outcome.bound = bound(tree, after, outcome.state)
         check(outcome.changed)
         outcome.placed = placed
         refuse_effects(request.lengths, made, before, outcome)

@@ -38,6 +38,12 @@ class StateTree:
     modules: dict[str, tuple[int, type]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
+    def owner_of(self, name: str) -> tuple[str, str]:
+        """Return the fqn and the attribute that hold a leaf, at any depth."""
+        while name not in self.owners:
+            name = name[: max(name.rfind("["), name.rfind("."))]
+        return self.owners[name]
+
 
 def named_owners(
     module: torch.nn.Module, *, repeated: bool = False
@@ -247,7 +253,24 @@ def _attribute(
 
 
 def _tensor_kind(value: Any) -> Any:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else type(value)
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    kind = (tuple(value.shape), value.dtype)
+    return kind if value.is_contiguous() else (*kind, _layout(value))
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the strides of a tensor whose elements fill its memory, None for others.
+
+    The host holds the others in contiguous memory, so theirs say nothing.
+    """
+    dims = [(step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True)]
+    filled = 1
+    for step, size in sorted(dim for dim in dims if dim[1] != 1):
+        if step != filled:
+            return None
+        filled *= size
+    return tuple(step for step, size in dims if size != 1)
 
 
 def _state_leaf(value: Any) -> bool:

@@ -44,6 +44,8 @@ class TraceResult:
     placed: list[int] = field(default_factory=list)
     # State that is in other memory after the call, by name: whether the old memory was written to.
     rebound: dict[str, bool] = field(default_factory=dict)
+    # Of changed state that is another tensor after the call, by name: a meta tensor like it.
+    bound: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def code(self) -> jax.Array:

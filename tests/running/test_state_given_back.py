@@ -1,0 +1,94 @@
+"""The tensors that a call leaves in the user's module: eager PyTorch's values, layout, identity."""
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.compat.emulated.programs import programs
+
+
+class Box:
+    def __init__(self):
+        self.tensor = torch.zeros(3)
+
+
+class Keeps(nn.Module):
+    """Keeps tensors in all places that a module has, bound anew or written in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bound", torch.zeros(3, 4))
+        self.register_buffer("turned", torch.zeros(4, 3))
+        self.register_buffer("square", torch.zeros(3, 3))
+        self.register_buffer("mean", torch.zeros(2, 3, 4))
+        self.register_buffer("sum", torch.zeros(2, 3, 4))
+        self.last, self.table, self.items, self.box = None, {}, [], Box()
+        self.hidden = torch.zeros(2, 3, 4)
+
+    def forward(self, x):
+        self.last = x.transpose(1, 2)
+        self.table["own"], self.table["last"] = x.transpose(0, 1) * 2, self.last
+        self.items = [x.permute(2, 1, 0) + 1]
+        self.box.tensor = x[0, :, 0] * 3
+        self.bound, self.turned, self.square = x[0] * 2, (x[0] * 2).t(), (x[0, :, :3] + 1).t()
+        self.mean = self.mean * 0.5 + x
+        self.sum += x
+        self.hidden.mul_(0.5).add_(x)
+        return x * 2
+
+    def held(self):
+        kept = {"last": self.last, "table": self.table.get("own"), "also": self.table.get("last")}
+        kept |= {"items": self.items[0] if self.items else None, "box": self.box.tensor}
+        return kept | {"hidden": self.hidden} | dict(self.named_buffers())
+
+
+def described(tensor):
+    drawn = torch.randn_like(tensor)
+    return tensor.stride(), tensor.flatten().tolist(), drawn.flatten().tolist()
+
+
+def seen(device):
+    """What a script sees of three calls: the new tensors, and what became of the old ones."""
+    torch.manual_seed(0)
+    net = Keeps().to(device)
+    net.hidden, net.box.tensor = net.hidden.to(device), net.box.tensor.to(device)
+    found = []
+    for x in torch.arange(3 * 24.0).reshape(3, 2, 3, 4).to(device):
+        old, table, box = net.held(), net.table, net.box
+        net(x)
+        new = net.held()
+        found.append({name: described(tensor) for name, tensor in new.items()})
+        found.append({name: t if t is None else t.tolist() for name, t in old.items()})
+        found.append([name for name in new if new[name] is old[name]])
+        found.append([net.table is table, net.box is box, net.table["last"] is net.last])
+    # What is None at first is one retrace.
+    assert [len(program.report.retraces) for program in programs()] == [1] * (device != "cpu")
+    return found
+
+
+def test_the_tensors_of_a_module_after_a_call_are_those_of_eager():
+    expected = seen("cpu")
+    with tpuport.porting():
+        got = seen("cuda")
+    assert got == expected
+
+
+@pytest.mark.parametrize("make", [lambda x: x * 2, lambda x: (x * 2).t()], ids=["same", "turned"])
+def test_a_layout_that_changes_from_call_to_call_is_seen_by_the_next_one(make):
+    class Turns(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("kept", torch.zeros(3, 3))
+
+        def forward(self, x):
+            step = self.kept.stride(0)
+            self.kept = make(x)
+            return x * step
+
+    net = Turns()
+    ported = tpuport.convert(Turns())
+    for i in range(3):
+        x = torch.arange(9.0).reshape(3, 3) + i
+        assert torch.equal(ported(x).cpu(), net(x))
+        assert (ported.buffers["kept"] == net.kept.numpy()).all()
