@@ -187,3 +187,23 @@ def test_keywords_of_a_partial_are_seen():
         assert ported(x).tolist() == [9.0, 9.0]
     finally:
         SCALED.keywords["k"] = 2.0
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.step = 2.0
+
+    def forward(self, x):
+        return x * self.step
+
+
+def test_an_attribute_is_no_read_of_a_global_of_its_name():
+    namespace = Counts.forward.__globals__
+    ported = tpuport.convert(Counts(), verify=False)
+    try:
+        for namespace["step"] in range(8):
+            assert ported(torch.ones(2)).tolist() == [2.0, 2.0]
+    finally:
+        del namespace["step"]
+    assert not ported.report.retraces

@@ -7,6 +7,8 @@ reached only by a name that is computed may be missed.
 
 import builtins
 import contextvars
+import dis
+import functools
 import re
 import sys
 import types
@@ -31,7 +33,7 @@ _ANY = frozenset({"getattr", "vars", "__dict__", "attrgetter", "__getattr__", "_
 _COMPUTED = frozenset({"getattr", "attrgetter", "methodcaller", "__getattribute__"})
 _TYPES = frozenset({"type", "isinstance"})
 # Code that uses these may read a global by a string.
-_BY_STRING = _ANY | set("hasattr globals locals f_globals __globals__ eval exec".split())
+_BY_STRING = _ANY | set("hasattr globals locals f_globals __globals__ eval exec modules".split())
 _ENVIRONMENT = frozenset({"environ", "environb", "getenv", "getenvb"})
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]+")
 _MOST_FUNCTIONS = 5000
@@ -148,8 +150,12 @@ class CodeReads:
             self._codes.add(code)
             names.update(code.co_names)
             strings.update(c for c in code.co_consts if isinstance(c, str))
-        # A key of a dict, as in `batch["image"]`, reads no global of that name.
-        of_globals = names | strings if names & _BY_STRING else set(names)
+        library = _is_library(function.__globals__)
+        of_modules = names | strings if names & _BY_STRING else set(names)
+        # Neither an attribute (`self.step`) nor a key of a dict (`batch["image"]`) reads a global
+        # of that name, which may be the variable of a script's loop.
+        by_name = library or bool(names & _BY_STRING)
+        of_globals = of_modules if by_name else _globals_of(function.__code__)
         names |= strings
         self._note_methods(names - self._names)
         self._names |= names
@@ -160,8 +166,7 @@ class CodeReads:
         self._reads_any = self._reads_any or bool(names & _ANY)
         if names & _ENVIRONMENT:
             self._note_variables({name for name in names if _VARIABLE.fullmatch(name)})
-        self._note_names(function.__globals__, of_globals)
-        library = _is_library(function.__globals__)
+        self._note_names(function.__globals__, of_globals, of_modules)
         if not library:
             self.functions.append(function)
             if names & _COMPUTED:
@@ -187,7 +192,10 @@ class CodeReads:
                 if pair not in left:
                     self._note_value(pair[1])
 
-    def _note_names(self, namespace: dict[str, Any], names: set[str]) -> None:
+    def _note_names(
+        self, namespace: dict[str, Any], names: Iterable[str], of_modules: set[str]
+    ) -> None:
+        """Note the globals of these names, and in modules among them those of `of_modules`."""
         for name in names:
             value = namespace.get(name, MISSING)
             if value is MISSING or (id(namespace), name) in self.places:
@@ -197,7 +205,7 @@ class CodeReads:
             if isinstance(value, types.ModuleType):
                 if _top(value.__name__) not in _FOLLOWED_NOT and value is not builtins:
                     self.places[id(namespace), name] = (namespace, name)
-                    self._note_names(vars(value), names)
+                    self._note_names(vars(value), of_modules, of_modules)
                 continue
             watched = isinstance(value, (*VALUES, contextvars.ContextVar, types.FunctionType))
             if not _is_library(namespace) or watched:
@@ -219,6 +227,17 @@ def _is_library(namespace: dict[str, Any]) -> bool:
 
 def _top(name: str) -> str:
     return name.split(".", 1)[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the globals that code reads or sets, the functions in it included."""
+    return frozenset(
+        str(step.argval)
+        for one in _nested(code)
+        for step in dis.get_instructions(one)
+        if step.opname.endswith(("_GLOBAL", "_NAME"))
+    )
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
