@@ -62,6 +62,7 @@ from tpuport.tracing.state import overlaps
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
+    moved_constants,
     python_changes,
     refuse_moved_parameters,
     refuse_new_ties,
@@ -441,6 +442,8 @@ class Tracer:
                     if array is not values.get(name):
                         outcome.state[name] = array
             outcome.python_changes = python_changes(before, after, module)
+            for name in moved_constants(before, after, outcome.python_changes):
+                outcome.state.setdefault(name, value_of(after.leaves[name]))
             outcome.baked = dict(baked)
         return outcome
 

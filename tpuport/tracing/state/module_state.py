@@ -450,6 +450,25 @@ def python_changes(
     return changes
 
 
+def moved_constants(
+    before: StateTree, after: StateTree, changes: PythonChanges | None
+) -> list[str]:
+    """Return the names under which a call left another host tensor than was there before.
+
+    An example is `self.a, self.b = self.b, self.a` where both are plain attributes. What changed
+    its structure too is among the Python changes.
+    """
+    known = () if changes is None else changes.names
+    return [
+        name
+        for name, leaf in after.leaves.items()
+        if leaf is not before.leaves.get(name, leaf)
+        and isinstance(leaf, torch.Tensor)
+        and not isinstance(leaf, TracedTensor)
+        and ".".join(part for part in after.owner_of(name) if part) not in known
+    ]
+
+
 def _modules_in(values: dict[str, Any], module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the parts of a module that values refer to, by name."""
 
