@@ -527,7 +527,7 @@ class PortedModel(PortedState):
                     f"the program depends on the value of {name}, and only its shape is given;"
                     " pass a tensor with the value"
                 )
-        version = (self._state_version, self._variant())
+        version = (self._version_of_state(), self._variant())
         return signature_of(method, given, version, host)
 
     def _trace_to_jaxpr(
@@ -579,7 +579,7 @@ class PortedModel(PortedState):
 
         with self._precision_scope():
             paths = [path for path, _ in signature.parts]
-            program = self._transformed(call, paths, lambda: held["outcome"].out_metas)
+            program = self._transformed(call, paths, lambda: held["outcome"])
             closed, shape = jax.make_jaxpr(program, return_shape=True)(
                 state, unused_key(), given.values
             )
@@ -593,18 +593,22 @@ class PortedModel(PortedState):
         writes = bool(outcome.mutated)
         return CachedProgram(run, outcome, signature, names, baked, writes), hoisted
 
+    def _version_of_state(self) -> int:
+        """Return a number that tells apart states which need other programs."""
+        return self._state_version
+
     def _variant(self) -> Any:
         """Return a key that tells apart the functions compiled for equal arguments."""
         return None
 
     def _transformed(
-        self, pure: Callable[..., Any], paths: list[str], metas: Callable[[], list[Any]]
+        self, pure: Callable[..., Any], paths: list[str], outcome: Callable[[], TraceResult]
     ) -> Callable[..., Any]:
         """Return the function to compile for a call whose arguments have these paths.
 
-        `metas` describes its results, once it is traced.
+        `outcome` describes its results, once it is traced.
         """
-        del paths, metas
+        del paths, outcome
         return pure
 
     def _precision_scope(self) -> Any:

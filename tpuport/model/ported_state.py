@@ -380,7 +380,10 @@ class PortedState:
     def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
         self._new_version()
         master = self._module
-        for name in changes.causes:
+        # A program that was there already costs nothing more.
+        causes = () if compiled.was_applied else changes.causes
+        compiled.was_applied = True
+        for name in causes:
             count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
             # A table that grows with the arguments changes once for each shape, which is harmless:
             # only repeated changes at the same shapes count.

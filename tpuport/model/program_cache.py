@@ -55,6 +55,7 @@ class CachedProgram:
         form: the structure of its arguments without their strings and numbers, and these in order.
         unread: by that order, those that its code does not look at.
         read: those that it does, or that nobody can tell.
+        was_applied: whether a call has applied what it changes in Python state.
     """
 
     run: "JittedProgram"
@@ -67,6 +68,7 @@ class CachedProgram:
     form: tuple[Any, list[Any]] = (None, [])
     unread: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
+    was_applied: bool = False
 
     def changed(self, state: dict[str, Any]) -> str | None:
         """Say why the program is wrong for a state or for what is outside; None if it is right."""

@@ -134,8 +134,8 @@ def _same_results(ours: CachedProgram, theirs: CachedProgram) -> bool:
 
 
 def _described_state(outcome: TraceResult) -> Any:
-    bound = {name: _described(meta) for name, meta in outcome.bound.items()}
-    return outcome.changed, outcome.rebound, bound
+    metas = {name: _described(meta) for name, meta in outcome.state_metas.items()}
+    return outcome.changed, outcome.bound, outcome.rebound, metas
 
 
 def _described(meta: Any) -> Any:

@@ -20,6 +20,7 @@ from tpuport.model.program_cache import BoundCall, CachedProgram
 from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.gradient_paths import evaluated
 from tpuport.tracing.core.paths import Path, Paths
+from tpuport.tracing.state.request import Flows, TraceResult
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
@@ -43,19 +44,19 @@ def differentiable(
     pure: Callable[..., Any],
     wanted: Wanted,
     labels: Callable[..., dict[str, Any]],
-    metas: Callable[[], list[Any]],
+    outcome: Callable[[], TraceResult],
 ) -> Callable[..., Any]:
     """Return a program that runs forward and keeps what its backward pass needs.
 
     Args:
-        pure: (state, key, values) to (outputs, *rest).
+        pure: (state, key, values) to (outputs, state, *rest).
         wanted: the state and the arguments to differentiate with respect to.
         labels: gives the parts of `rest` that torch's graph misses, by a name for messages.
-        metas: gives descriptions of the outputs, once `pure` is traced: of numbers, their classes.
+        outcome: describes the results, once `pure` is traced; it gets its `flows`.
 
     Returns:
-        A function of the same arguments to (floating outputs, the function that pulls their
-        cotangents back, (other outputs, rest), `Reached`).
+        A function of the same arguments to (the floating outputs and the state in `flows`, the
+        function that pulls their cotangents back, (other outputs, rest), `Reached`).
 
     Raises:
         PortError: (the function, while it is traced) a gradient would have to flow through
@@ -68,15 +69,16 @@ def differentiable(
             merged = list(values)
             for index, leaf in zip(indices, leaves, strict=True):
                 merged[index] = leaf
-            outs, *rest = pure({**state, **part}, key, merged)
+            outs, left, *rest = pure({**state, **part}, key, merged)
             # Python numbers among the outputs have no gradient.
             floats = [
                 _is_float(out) and not isinstance(meta, type)
-                for out, meta in zip(outs, metas(), strict=True)
+                for out, meta in zip(outs, outcome().out_metas, strict=True)
             ]
             flows = [out for out, one in zip(outs, floats, strict=True) if one]
+            flows += [left[name] for name in _flowing(left, outcome())]
             stays = [None if one else out for out, one in zip(outs, floats, strict=True)]
-            return flows, (stays, rest)
+            return flows, (stays, [left, *rest])
 
         given = [state[name] for name in names] + [values[i] for i in indices]
         closed, shape = jax.make_jaxpr(
@@ -85,6 +87,8 @@ def differentiable(
         )(given)
         paths, tree = Paths(), jax.tree.structure(shape)
         found = paths.of(closed.jaxpr)
+        used = functools.reduce(int.__or__, (path.may for path in found), 0)
+        outcome().flows = Flows(_flowing(shape[1][1][0], outcome()), used)
         _refuse_lost_gradients(jax.tree.unflatten(tree, found), labels)
         count = len(shape[0])
 
@@ -97,6 +101,16 @@ def differentiable(
         return flows, pull, rest, reached
 
     return forward
+
+
+def _flowing(state: dict[str, Any], outcome: TraceResult) -> tuple[str, ...]:
+    """Return the names of the state whose tensors have a graph after the call, as in eager."""
+    metas = outcome.state_metas
+    return tuple(
+        name
+        for name in sorted(outcome.bound & metas.keys())
+        if metas[name].requires_grad and _is_float(state[name])
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -141,7 +155,7 @@ def _refuse_lost_gradients(results: Any, labels: Callable[..., dict[str, Any]]) 
             raise PortError(
                 f"{label} is given a tensor with a gradient, which would end there",
                 code="TPU406",
-                remedy="store it .detach()ed, or return it",
+                remedy="store it .detach()ed, return it, or bind another tensor (self.name = ...)",
             )
     if any(isinstance(out, tuple) and out[0].may for out in others):
         raise PortError(
@@ -223,16 +237,18 @@ class DifferentiatedCall:
     constant: list[int] = field(default_factory=list)
     # The parameters (by name) and arguments (by number) that torch would save for backward.
     saved: dict[str | int, torch.Tensor] = field(default_factory=dict)
-    # Whether a backward pass ends at the arguments, instead of flowing on through them.
+    # Whether a backward pass ends at the arguments and the state, instead of flowing on.
     ends_here: bool = False
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
         prepared = self.prepared
         flows, self.pull, self.rest, self.reached = prepared.run()
-        metas = prepared.compiled.outcome.out_metas
+        outcome = prepared.compiled.outcome
         stays = self.rest[0]
-        self.metas = [m for m, stay in zip(metas, stays, strict=True) if stay is None]
+        self.metas = [m for m, s in zip(outcome.out_metas, stays, strict=True) if s is None]
+        assert outcome.flows is not None
+        self.metas += [outcome.state_metas[name] for name in outcome.flows.state]
         self.constant = [i for i, meta in enumerate(self.metas) if not meta.requires_grad]
         self.shapes = [flow.shape for flow in flows]
         return [host_tensor(flow, m.dtype, m) for flow, m in zip(flows, self.metas, strict=True)]
@@ -271,11 +287,28 @@ class DifferentiatedCall:
         written = {int(index) for index in mutated}
         return [tensor for key, tensor in self.saved.items() if key not in written]
 
-    def results(self, flows: list[Any]) -> Any:
-        """Return what `PortedModel._finish` takes, with these tensors as the floating outputs."""
+    def inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors to differentiate, those that nothing depends on without their graph.
+
+        Such a tensor is an attribute of the last call, which this one replaces. Its graph would be
+        kept by that of this call, and so on.
+        """
+        flows = self.prepared.compiled.outcome.flows
+        used = 0 if flows is None else flows.used
+        return [
+            t if t.grad_fn is None or used >> i & 1 else t.detach() for i, t in enumerate(tensors)
+        ]
+
+    def results(self, flows: list[Any]) -> tuple[Any, dict[str, torch.Tensor]]:
+        """Return what `PortedModel._finish` takes, with the floating outputs among these tensors.
+
+        The state among them follows, by name.
+        """
         stays, rest = self.rest
         given = iter(flows)
-        return ([next(given) if stay is None else stay for stay in stays], *rest)
+        results = ([next(given) if stay is None else stay for stay in stays], *rest)
+        known = self.prepared.compiled.outcome.flows
+        return results, dict(zip(() if known is None else known.state, given, strict=True))
 
 
 # Where a program keeps what eager PyTorch raises when its floating outputs are differentiated.
@@ -313,7 +346,9 @@ class Through(torch.autograd.Function):
                 raise type(error)(*error.args) from error
         reached = call.reached.inputs(used, len(tensors))
         if call.ends_here:
-            reached[len(call.wanted[0]) :] = [False] * len(call.wanted[1])
+            count = len(call.wanted[0])
+            reached = [r and t.is_leaf for r, t in zip(reached[:count], tensors, strict=False)]
+            reached += [False] * len(call.wanted[1])
         needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             with without_saved_tensors_hooks():

@@ -70,13 +70,19 @@ class LiveModel(PortedModel):
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
-        # State that the call bound anew, by name: what its tensors are like.
-        self._bound_anew: dict[str, torch.Tensor] = {}
+        # State that the call changed, by name: what its tensors are like, and which are new ones.
+        self._changed: dict[str, torch.Tensor] = {}
+        self._bound: set[str] = set()
+        # State of which the call left a tensor with a graph.
+        self._flowing: dict[str, torch.Tensor] = {}
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
         self._tree = self._taken_apart(module)
         self._frame = frame_of(self._tree, module)
+        # The names of state that were seen, with a number each.
+        self._names_seen: dict[Any, int] = {}
+        self._named, self._named_at = 0, -1
         # Each structure of the module that was seen has a number; cached programs belong to one.
         self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
         # A model begins on one device, whatever the script spreads.
@@ -113,7 +119,9 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
-        self._bound_anew.clear()
+        self._changed.clear()
+        self._bound.clear()
+        self._flowing = {}
         self._last_key = None
         with without_saved_tensors_hooks():
             try:
@@ -122,7 +130,10 @@ class LiveModel(PortedModel):
                 if after_error.is_of_the_code(error, (args, kwargs)):
                     after_error.repeat(self, self._user, method, args, kwargs)
                 raise
-        self._accept_outside()
+        if self._outside_values.changed():
+            # Values that the call set at its first use.
+            self._outside_values = self._outside.snapshot()
+            self._frames[self._number] = self._frame, self._outside_values
         self._give_back(before)
         self._share_buffers()
         return out
@@ -210,12 +221,6 @@ class LiveModel(PortedModel):
         self._outside = GlobalState(CodeReads([self._user]), name, self._source)
         self._outside_values = self._outside.snapshot()
 
-    def _accept_outside(self) -> None:
-        """Take what the call itself set outside, at its first use, for what its program is for."""
-        if self._outside_values.changed():
-            self._outside_values = self._outside.snapshot()
-            self._frames[self._number] = self._frame, self._outside_values
-
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
         tree = self._taken_apart(self._user)
@@ -295,7 +300,8 @@ class LiveModel(PortedModel):
 
     def _advance(self, compiled: Any, new_state: dict[str, jax.Array]) -> None:
         super()._advance(compiled, new_state)
-        self._bound_anew.update(compiled.outcome.bound)
+        self._changed.update(compiled.outcome.state_metas)
+        self._bound.update(compiled.outcome.bound)
 
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
@@ -320,7 +326,6 @@ class LiveModel(PortedModel):
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         self._replace(replaced)
-        self._accept_outside()
         if self._python_changes:
             self._outside_values = self._outside.snapshot()
             self._set_frame(frame_of(self._tree, self._user))
@@ -332,13 +337,18 @@ class LiveModel(PortedModel):
 
         References to the old tensor keep the old values then.
         """
-        bound = self._bound_anew.get(name)
-        if bound is not None and not isinstance(leaf, torch.nn.Parameter):
-            return gradients.host_tensor(value, leaf.dtype, bound)
+        if name in self._bound and not isinstance(leaf, torch.nn.Parameter):
+            return self._bound_anew(name, value)
         with torch.no_grad():
             leaf.copy_(backend.to_torch(value, leaf.dtype))
         self._keys[name] = _key(leaf, name in self._tree.registered)
         return None
+
+    def _bound_anew(self, name: str, value: jax.Array) -> torch.Tensor:
+        """Return the tensor that the call left under a name."""
+        meta = self._changed[name]
+        flowing = self._flowing.get(name)
+        return gradients.host_tensor(value, meta.dtype, meta) if flowing is None else flowing
 
     def _replace(self, replaced: dict[str, torch.Tensor]) -> None:
         """Put tensors for others, by name, wherever the user's module holds these."""
@@ -352,6 +362,9 @@ class LiveModel(PortedModel):
                 fqn, attribute = tree.owner_of(path)
                 owner = self._user.get_submodule(fqn)
                 put(owner, owner, attribute, cloner)
+                # Or the tree would keep the old tensor alive, with its graph.
+                held = owner._buffers if attribute in owner._buffers else vars(owner)
+                tree.values[f"{fqn}.{attribute}" if fqn else attribute] = held[attribute]
             tree.leaves[name] = tensor
             self._keys[name] = _key(tensor, name in tree.registered)
 
@@ -367,15 +380,18 @@ class LiveModel(PortedModel):
         names = {id(leaf): name for name, leaf in state_tree(master).leaves.items()}
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
-            known = self._tree.leaves.get(names.get(id(tensor), ""))
-            if isinstance(known, torch.Tensor) and tensor is not known and known.is_leaf:
+            name = names.get(id(tensor), "")
+            known, value = self._tree.leaves.get(name), values.get(name)
+            if isinstance(known, torch.Tensor) and tensor is not known:
                 same = tensor.shape == known.shape and tensor.dtype == known.dtype
-                name, is_param = names[id(tensor)], isinstance(known, torch.nn.Parameter)
-                is_kept = is_param or name not in self._bound_anew
-                if same and is_kept and name in self._tree.registered:
+                is_kept = name not in self._bound or isinstance(known, torch.nn.Parameter)
+                if same and is_kept and (name in self._tree.registered or known.requires_grad):
                     return known
-            value = values.get(names.get(id(tensor), ""))
-            return tensor if value is None else gradients.host_tensor(value, tensor.dtype, tensor)
+            if value is None:
+                return tensor
+            if name in self._bound:
+                return self._bound_anew(name, value)
+            return gradients.host_tensor(value, tensor.dtype, tensor)
 
         cloner = Cloner(back)
         cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
@@ -458,13 +474,24 @@ class LiveModel(PortedModel):
         call = gradients.DifferentiatedCall(prepared, wanted)
         self._compared = call if self._verifying else None
         call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
-        flows = gradients.Through.apply(call, *tensors)
-        return self._finish(prepared, call.results(list(flows))), prepared.state
+        flows = gradients.Through.apply(call, *call.inputs(tensors))
+        results, self._flowing = call.results(list(flows))
+        return self._finish(prepared, results), prepared.state
+
+    def _version_of_state(self) -> int:
+        # With the number of its structure, the names say which program a state takes. A module
+        # that a script resets (`net.hidden = None`) comes back to programs that it had.
+        if self._named_at != self._state_version:
+            known = frozenset(self.params) | frozenset(self.buffers)
+            names = known, frozenset(self._tracer.numbers)
+            self._named = self._names_seen.setdefault(names, len(self._names_seen))
+            self._named_at = self._state_version
+        return self._named
 
     def _variant(self) -> Any:
         return self._wanted, self._number
 
-    def _transformed(self, pure: Any, paths: list[str], metas: Any) -> Any:
+    def _transformed(self, pure: Any, paths: list[str], outcome: Any) -> Any:
         settings = active()
         if settings is not None:
             settings.calls.traces += 1
@@ -474,14 +501,21 @@ class LiveModel(PortedModel):
 
         def labels(state: Any, written: Any, put: Any, code: Any) -> dict[str, Any]:
             del code
-            found = {f"the attribute {n!r}": v for n, v in state.items() if n not in registered}
+            known = outcome()
+            metas, flowing = known.state_metas, known.flows.state
+            # What a kernel writes to a buffer, such as a running mean, has no gradient in torch.
+            found = {
+                f"the {'buffer' if n in registered else 'attribute'} {n!r}": v
+                for n, v in state.items()
+                if n not in flowing and (n not in registered or metas[n].requires_grad)
+            }
             found |= {
                 f"the argument {arguments.argument_name(paths[int(i)])}": v
                 for i, v in written.items()
             }
             return found | {f"an object among the arguments ({i})": v for i, v in enumerate(put)}
 
-        return gradients.differentiable(pure, self._wanted, labels, metas)
+        return gradients.differentiable(pure, self._wanted, labels, outcome)
 
     def _differentiated(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -507,7 +541,7 @@ class LiveModel(PortedModel):
             key = self._fit.path
         if self._is_composed(method):
             key = len(args), frozenset(kwargs)
-        return method, key, self._state_version, self._number, torch.is_grad_enabled()
+        return method, key, self._version_of_state(), self._number, torch.is_grad_enabled()
 
     def _note_saved(self, path: Any, expected: Reference) -> None:
         self._saved_inputs[path] = saved_inputs(expected)
@@ -536,10 +570,14 @@ class LiveModel(PortedModel):
         made = [t for t in arguments.flatten_call(given)[0] if _is_made(t)]
         leaves = pytree.flatten(out)[0]
         sums = parity.projected([t.detach() if _in(t, made) else t for t in leaves])
-        if not ours or not (sums or parity.projected(expected.out)):
+        left = state_tree(expected.module).leaves
+        names = [n for n in self._flowing if isinstance(left.get(n), torch.Tensor)]
+        sums += parity.projected([self._flowing[name] for name in names])
+        state = [left[name] for name in names]
+        if not ours or not (sums or parity.projected((expected.out, state))):
             return []
         try:
-            want = parity.of_reference(expected, keep=True)
+            want = parity.of_reference(expected, keep=True, state=state)
         except RuntimeError as error:
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")

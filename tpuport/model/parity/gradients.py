@@ -52,18 +52,21 @@ def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
     return found
 
 
-def of_reference(found: Reference, *, keep: bool = False) -> dict[str, torch.Tensor | None]:
+def of_reference(
+    found: Reference, *, keep: bool = False, state: Sequence[torch.Tensor] = ()
+) -> dict[str, torch.Tensor | None]:
     """Return eager's gradients of `projected`, by parameter.
 
     There are none if no result has a graph, or if a backward draws random numbers. `keep` keeps the
-    graph for another pass.
+    graph for another pass; `state` is what the call left in the module, which counts too.
     """
     if found.module is None:
         return {}
     numbers = contextlib.nullcontext() if found.numbers is None else found.numbers.of_backward()
     try:
         with numbers:
-            return of_sums(projected(found.out), found.module, keep=keep)
+            sums = projected(found.out) + projected(list(state))
+            return of_sums(sums, found.module, keep=keep)
     except DrewInBackward:
         return {}
 

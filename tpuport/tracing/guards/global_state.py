@@ -128,8 +128,12 @@ class OutsideValues:
     def _now(self) -> tuple[dict[str, Any], "_Identities"]:
         freezer = _Freezer(self._reads)
         _identities(self._reads, freezer.identities)
-        read = _read(self._reads, self._module)
-        return {name: freezer.freeze(value) for name, value in read}, freezer.identities
+        values = {name: freezer.freeze(value) for name, value in _read(self._reads, None)}
+        if self._module is not None:
+            freezer.sees_tensors = False
+            own = _read_module(self._reads, self._module)
+            values |= {name: freezer.freeze(value) for name, value in own}
+        return values, freezer.identities
 
 
 class _Identities:
@@ -271,6 +275,8 @@ class _Freezer:
         self.identities = _Identities()
         # Lists, dicts, sets and the attributes of objects, which code may change in place.
         self.mutable: list[Any] = []
+        # Whether a tensor is told from another one. Those of a module are state of the program.
+        self.sees_tensors = True
         self._known: dict[int, Any] = {}
         self._left = _LARGEST
 
@@ -320,6 +326,8 @@ class _Freezer:
         return self._attributes(value)
 
     def _attributes(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and not self.sees_tensors:
+            return torch.Tensor
         kind = type(value)
         opaque = (*pytree.ATOMS, torch.Tensor, torch.nn.Module, weakref.ref, torch.Generator)
         if isinstance(value, opaque) or kind.__module__.split(".")[0] in pytree.OPAQUE:

@@ -1,6 +1,6 @@
 """Outputs of a call that share memory with its arguments, with state, or with one another."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -69,20 +69,6 @@ def rebound(before: dict[str, tuple[Any, Any]], after: StateTree | None) -> dict
         for name, (leaf, storage) in before.items()
         if getattr(kept.get(name), "_storage", None) is not storage
     }
-
-
-def bound(
-    before: StateTree | None, after: StateTree | None, changed: Iterable[str]
-) -> dict[str, torch.Tensor]:
-    """Return the changed state that is another tensor after the call, as meta tensors, by name."""
-    found: dict[str, torch.Tensor] = {}
-    if before is None or after is None:
-        return found
-    for name in changed:
-        old, new = before.leaves.get(name), after.leaves[name]
-        if new is not old and isinstance(new, TracedTensor):
-            found[name] = meta_of(new)
-    return found
 
 
 def _traced(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.reentrancy import SWAPS
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.storage import SERIALS, Storage
-from tpuport.tracing.core.tensor import TracedTensor, version
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
@@ -48,7 +48,7 @@ from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
-from tpuport.tracing.session.output_aliases import bound, memory_of, output_aliases, rebound
+from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
@@ -339,7 +339,6 @@ class Tracer:
         placed = [i for i, one in enumerate(serials) if one in trace.offsets_read]
         outcome.out_aliases = output_aliases(outcome, outputs, made, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
-        outcome.bound = bound(tree, after, outcome.state)
         check(outcome.changed)
         outcome.placed = placed
         refuse_effects(request.lengths, made, before, outcome)
@@ -444,6 +443,10 @@ class Tracer:
             outcome.python_changes = python_changes(before, after, module)
             for name in moved_constants(before, after, outcome.python_changes):
                 outcome.state.setdefault(name, value_of(after.leaves[name]))
+            left = {n: after.leaves[n] for n in outcome.state}
+            outcome.bound = frozenset(n for n, t in left.items() if t is not before.leaves.get(n))
+            tensors = {n: t for n, t in left.items() if isinstance(t, torch.Tensor)}
+            outcome.state_metas = {n: meta_of(t, like=True) for n, t in tensors.items()}
             outcome.baked = dict(baked)
         return outcome
 

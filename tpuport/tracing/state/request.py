@@ -17,6 +17,19 @@ from tpuport.tracing.state.lengths import Lengths
 from tpuport.tracing.state.module_state import PythonChanges
 
 
+@dataclass(frozen=True)
+class Flows:
+    """The state through which gradients flow on after a call, and what the results depend on.
+
+    Attributes:
+        state: The names of floating state that requires grad and is another tensor after the call.
+        used: The differentiated inputs that a result or this state depends on, one bit for each.
+    """
+
+    state: tuple[str, ...]
+    used: int
+
+
 @dataclass
 class TraceResult:
     """The outcome of one trace of a program. Arrays are tracers of the enclosing jax trace."""
@@ -44,8 +57,11 @@ class TraceResult:
     placed: list[int] = field(default_factory=list)
     # State that is in other memory after the call, by name: whether the old memory was written to.
     rebound: dict[str, bool] = field(default_factory=dict)
-    # Of changed state that is another tensor after the call, by name: a meta tensor like it.
-    bound: dict[str, torch.Tensor] = field(default_factory=dict)
+    # Meta tensors like the changed state, by name, and the names of what is another tensor now.
+    state_metas: dict[str, torch.Tensor] = field(default_factory=dict)
+    bound: frozenset[str] = frozenset()
+    # Of a call that is differentiated.
+    flows: Flows | None = None
 
     @property
     def code(self) -> jax.Array:
