@@ -72,7 +72,7 @@ class LiveModel(PortedModel):
         self._lengths, self._fit = CallLengths(type(module)), None
         # State that the call changed, by name: what its tensors are like, and which are new ones.
         self._changed: dict[str, torch.Tensor] = {}
-        self._bound: set[str] = set()
+        self._new_tensors: set[str] = set()
         # State of which the call left a tensor with a graph.
         self._flowing: dict[str, torch.Tensor] = {}
         # Results that are buffers which the call writes to, or views of them.
@@ -120,7 +120,7 @@ class LiveModel(PortedModel):
         before = self._values()
         self._python_changes.clear()
         self._changed.clear()
-        self._bound.clear()
+        self._new_tensors.clear()
         self._flowing = {}
         self._last_key = None
         with without_saved_tensors_hooks():
@@ -301,7 +301,7 @@ class LiveModel(PortedModel):
     def _advance(self, compiled: Any, new_state: dict[str, jax.Array]) -> None:
         super()._advance(compiled, new_state)
         self._changed.update(compiled.outcome.state_metas)
-        self._bound.update(compiled.outcome.bound)
+        self._new_tensors.update(compiled.outcome.bound)
 
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
@@ -337,7 +337,7 @@ class LiveModel(PortedModel):
 
         References to the old tensor keep the old values then.
         """
-        if name in self._bound and not isinstance(leaf, torch.nn.Parameter):
+        if name in self._new_tensors and not isinstance(leaf, torch.nn.Parameter):
             return self._bound_anew(name, value)
         with torch.no_grad():
             leaf.copy_(backend.to_torch(value, leaf.dtype))
@@ -384,12 +384,12 @@ class LiveModel(PortedModel):
             known, value = self._tree.leaves.get(name), values.get(name)
             if isinstance(known, torch.Tensor) and tensor is not known:
                 same = tensor.shape == known.shape and tensor.dtype == known.dtype
-                is_kept = name not in self._bound or isinstance(known, torch.nn.Parameter)
+                is_kept = name not in self._new_tensors or isinstance(known, torch.nn.Parameter)
                 if same and is_kept and (name in self._tree.registered or known.requires_grad):
                     return known
             if value is None:
                 return tensor
-            if name in self._bound:
+            if name in self._new_tensors:
                 return self._bound_anew(name, value)
             return gradients.host_tensor(value, tensor.dtype, tensor)
 
