@@ -20,7 +20,7 @@ from tpuport.tracing.core.storage import SERIALS, Flow, Storage
 from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.dispatch.view_ops import as_strided
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.state.request import Alias, Outside, Sibling
+from tpuport.tracing.state.request import Alias, Before, Outside, Sibling
 
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState
@@ -163,7 +163,7 @@ def share(
     """
     for index, alias in compiled.outcome.out_aliases.items():
         result, of = given[index], alias.of
-        if not isinstance(result, TracedTensor):
+        if not isinstance(result, TracedTensor) or isinstance(of, Before):
             continue
         if isinstance(of, Sibling):
             made = _sibling(given[of.index], alias, result, index)

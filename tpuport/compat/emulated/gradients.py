@@ -338,6 +338,9 @@ class Through(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the backward program."""
+        if all(gradient is None for gradient in gradients):
+            # Of an earlier call, whose results do not reach those of the later one.
+            return (None,) * len(ctx.needs_input_grad)
         kept = ctx.saved_tensors[0]
         call, tensors = kept._tpuport_kept
         used = [i for i, g in enumerate(gradients) if g is not None]

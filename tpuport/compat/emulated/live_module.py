@@ -39,7 +39,7 @@ from tpuport.tracing.guards.module_changes import (
     refuse_hooks_on_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
-from tpuport.tracing.state.request import Alias
+from tpuport.tracing.state.request import Alias, Before
 
 
 class LiveModel(PortedModel):
@@ -73,8 +73,11 @@ class LiveModel(PortedModel):
         # State that the call changed, by name: what its tensors are like, and which are new ones.
         self._changed: dict[str, torch.Tensor] = {}
         self._new_tensors: set[str] = set()
-        # State of which the call left a tensor with a graph.
+        # State of which the call left a tensor with a graph, and which is a result of the call.
         self._flowing: dict[str, torch.Tensor] = {}
+        self._returned: dict[str, torch.Tensor] = {}
+        # What the new tensors share memory with: owners that were there before the call.
+        self._owners: dict[str, tuple[Alias, Any]] = {}
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
@@ -122,6 +125,8 @@ class LiveModel(PortedModel):
         self._changed.clear()
         self._new_tensors.clear()
         self._flowing = {}
+        self._returned.clear()
+        self._owners.clear()
         self._last_key = None
         with without_saved_tensors_hooks():
             try:
@@ -309,10 +314,6 @@ class LiveModel(PortedModel):
 
     def _give_back(self, before: dict[str, Any]) -> None:
         """Write to the user's module what the call changed."""
-        for change in self._python_changes:
-            self._give_python_state(change)
-        if self._python_changes:
-            self._tree = self._taken_apart(self._user)
         replaced: dict[str, torch.Tensor] = {}
         for name, value in self._values().items():
             leaf = self._tree.leaves.get(name)
@@ -326,7 +327,10 @@ class LiveModel(PortedModel):
                 fqn, attribute = self._tree.owners[name]
                 vars(self._user.get_submodule(fqn))[attribute] = type(leaf)(value)
         self._replace(replaced)
+        for change in self._python_changes:
+            self._give_python_state(change)
         if self._python_changes:
+            self._tree = self._taken_apart(self._user)
             self._outside_values = self._outside.snapshot()
             self._set_frame(frame_of(self._tree, self._user))
             registered = self._tree.registered
@@ -344,11 +348,46 @@ class LiveModel(PortedModel):
         self._keys[name] = _key(leaf, name in self._tree.registered)
         return None
 
-    def _bound_anew(self, name: str, value: jax.Array) -> torch.Tensor:
-        """Return the tensor that the call left under a name."""
-        meta = self._changed[name]
-        flowing = self._flowing.get(name)
-        return gradients.host_tensor(value, meta.dtype, meta) if flowing is None else flowing
+    def _bound_anew(
+        self, name: str, value: jax.Array, result: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the tensor that the call left under a name: a known one, a view, or a new one.
+
+        `result` is a new one that the call returns as well.
+        """
+        if name not in self._returned:
+            known = self._known_tensor(name, value)
+            made = self._flowing.get(name) if result is None else result
+            if known is None and made is None:
+                meta = self._changed[name]
+                made = gradients.host_tensor(value, meta.dtype, meta)
+            self._returned[name] = made if known is None else known
+        return self._returned[name]
+
+    def _known_tensor(self, name: str, value: jax.Array) -> torch.Tensor | None:
+        """Return the tensor that the call left under a name if it is another one or its view."""
+        alias, owner = self._owners.get(name, (None, None))
+        if alias is not None and isinstance(alias.of, str):
+            owner = self._bound_anew(alias.of, self._values()[alias.of])
+        if alias is None or not isinstance(owner, torch.Tensor):
+            return None
+        if alias.is_same and alias.is_written:
+            with torch.no_grad():
+                owner.copy_(backend.to_torch(value, owner.dtype))
+        if alias.is_same:
+            return owner
+        if alias.is_written or not alias.is_exact:
+            return None
+        has_grad, offset = self._changed[name].requires_grad, owner.storage_offset() + alias.offset
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad):
+            view = owner if has_grad else owner.detach()
+            return tag(view.as_strided(alias.size, alias.stride, offset))
+
+    def _owner(self, alias: Alias, leaves: list[Any]) -> Any:
+        """Return the user's tensor that was there before the call, if an alias is of one."""
+        if isinstance(alias.of, Before):
+            return self._tree.leaves.get(alias.of.name)
+        return leaves[alias.of] if isinstance(alias.of, int) else getattr(alias.of, "tensor", None)
 
     def _replace(self, replaced: dict[str, torch.Tensor]) -> None:
         """Put tensors for others, by name, wherever the user's module holds these."""
@@ -359,12 +398,13 @@ class LiveModel(PortedModel):
             cloner.memo.update({id(m): m for m in self._user.modules()})
         for name, tensor in replaced.items():
             for path in (name, *tree.aliases.get(name, ())):
-                fqn, attribute = tree.owner_of(path)
+                full = tree.attribute_of(path)
+                fqn, attribute = tree.owners[full]
                 owner = self._user.get_submodule(fqn)
                 put(owner, owner, attribute, cloner)
                 # Or the tree would keep the old tensor alive, with its graph.
                 held = owner._buffers if attribute in owner._buffers else vars(owner)
-                tree.values[f"{fqn}.{attribute}" if fqn else attribute] = held[attribute]
+                tree.values[full] = held[attribute]
             tree.leaves[name] = tensor
             self._keys[name] = _key(tensor, name in tree.registered)
 
@@ -387,9 +427,11 @@ class LiveModel(PortedModel):
                 is_kept = name not in self._new_tensors or isinstance(known, torch.nn.Parameter)
                 if same and is_kept and (name in self._tree.registered or known.requires_grad):
                     return known
+            if name in self._returned:
+                return self._returned[name]
             if value is None:
-                return tensor
-            if name in self._new_tensors:
+                return tensor.clone() if id(tensor) in changes.constants else tensor
+            if name in self._new_tensors and name in self._changed:
                 return self._bound_anew(name, value)
             return gradients.host_tensor(value, tensor.dtype, tensor)
 
@@ -432,27 +474,39 @@ class LiveModel(PortedModel):
         """Return outputs that alias an argument or weight as that tensor or view, like eager."""
         outcome = call.compiled.outcome
         self._buffer_results.clear()
+        self._share_state(call, given)
         for index, alias in outcome.out_aliases.items():
-            owner, at = None, alias.of
-            if at in outcome.changed and at not in outcome.rebound:
+            if index in outcome.returned:
+                continue
+            owner, at = self._owner(alias, call.leaves), alias.of
+            if at in outcome.changed:
                 self._buffer_results.append((given[index], alias))
-            if isinstance(at, int):
-                owner = call.leaves[at]
-            elif isinstance(at, str) and at not in outcome.changed:
+            if isinstance(at, str) and at not in outcome.changed | outcome.bound:
                 owner = self._tree.leaves.get(at)
-            if not isinstance(owner, torch.Tensor) or not alias.is_exact:
+            if not isinstance(owner, torch.Tensor) or alias.is_written:
                 continue
             if alias.is_same:
                 given[index] = owner
-            elif not owner.requires_grad:
+            elif alias.is_exact and not owner.requires_grad:
                 offset = owner.storage_offset() + alias.offset
                 given[index] = owner.as_strided(alias.size, alias.stride, offset)
+
+    def _share_state(self, call: BoundCall, given: list[Any]) -> None:
+        """Return outputs that the call binds in the module as the tensors that it binds there."""
+        outcome, state = call.compiled.outcome, self._values()
+        for name, alias in outcome.state_aliases.items():
+            self._owners[name] = alias, self._owner(alias, call.leaves)
+        for index, name in outcome.returned.items():
+            if name in outcome.state_metas:
+                given[index] = self._bound_anew(name, state[name], given[index])
+            else:
+                given[index] = self._returned.setdefault(name, given[index])
 
     def _share_buffers(self) -> None:
         """Let results share the memory of the user's own buffers, which have their new values."""
         for result, alias in self._buffer_results:
-            known = self._tree.leaves if alias.of in self._tree.registered else {}
-            owner = known.get(str(alias.of))
+            is_own = alias.of in self._tree.registered or alias.of in self._new_tensors
+            owner = self._tree.leaves.get(str(alias.of)) if is_own else None
             if not isinstance(owner, torch.Tensor) or owner.requires_grad or result.requires_grad:
                 continue
             if alias.is_same or alias.is_exact:

@@ -31,7 +31,7 @@ from tpuport.tracing.control_flow.sized_results import (
     within,
 )
 from tpuport.tracing.core import int64, sym_numbers
-from tpuport.tracing.core.arguments import wants_int64
+from tpuport.tracing.core.arguments import result_meta, wants_int64
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import rebind
@@ -559,6 +559,14 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] == theirs[2]
 
 
+def _layout(one: Any, other: Any) -> torch.Tensor | None:
+    """Return a meta tensor like both results of a branch, None if their layouts differ."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return None
+    a, b = result_meta(meta_of(one)), result_meta(meta_of(other))
+    return a if a.shape == b.shape and a.stride() == b.stride() else None
+
+
 def _merged_leaves(
     trace: Trace, sides: list[_Side], values: list[jax.Array], sizes: list[Counts]
 ) -> list[Any]:
@@ -573,7 +581,7 @@ def _merged_leaves(
             flow = max(flows := (a.flows[index], b.flows[index]))
             if min(flows) is not flow:  # only one side gives what has a gradient
                 flow = min(flow, Flow.MAYBE if torch.is_grad_enabled() else Flow.HIDDEN)
-            tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
+            tensor = wrap(value, meta.dtype, trace=trace, flow=flow, like=_layout(one, other))
             tensor._or_number = any(map(may_be_number, (one, other)))
             tensor = joined(trace, tensor, one, other, sizes[index])
             leaves.append(made.setdefault((id(one), id(other)), tensor))

@@ -1,6 +1,7 @@
 """Outputs of a call that share memory with its arguments, with state, or with one another."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,15 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.state.module_state import StateTree
-from tpuport.tracing.state.request import Alias, Outside, Sibling, TraceResult
+from tpuport.tracing.state.request import Alias, Before, Outside, Sibling, TraceResult
 
 
 def output_aliases(
-    outcome: TraceResult, outputs: list[Any], made: list[Any], after: StateTree | None
+    outcome: TraceResult,
+    outputs: list[Any],
+    made: list[Any],
+    before: StateTree | None,
+    after: StateTree | None,
 ) -> dict[int, Alias]:
     """Return which outputs are arguments, state, tensors from outside, or views of these.
 
@@ -22,33 +27,70 @@ def output_aliases(
         outcome: The outcome of the call.
         outputs: The program's results: what the call returns and what it puts into containers.
         made: The flattened arguments of the call.
+        before: The module's tensors before the call.
         after: The module's tensors after the call.
     """
     trace, kept = outcome.trace, {} if after is None else after.leaves
     owners: dict[int, tuple[Any, torch.Tensor, bool]] = {}
     for of, leaf in (*enumerate(made), *outcome.baked.items(), *kept.items()):
         if isinstance(leaf, torch.Tensor):
-            traced = _traced(trace, leaf)
+            traced = stand_in(trace, leaf)
             # A plain attribute that no call changed is a tensor of the user's own module too,
             # which the port must not write to.
             is_theirs = trace.is_foreign(traced)
             found_at = (Outside(leaf) if is_theirs else of, leaf, is_theirs)
             owners.setdefault(_memory(traced), found_at)
+    gone = _earlier(before)
     found: dict[int, Alias] = {}
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(outputs):
         if not isinstance(leaf, torch.Tensor):
             continue
-        traced = _traced(trace, leaf)
+        traced = stand_in(trace, leaf)
         memory = _memory(traced)
         if memory in owners:
             found[index] = _alias(leaf, *owners[memory])
+        elif memory in gone and isinstance(traced, TracedTensor):
+            is_written = traced._storage.version > 0
+            found[index] = replace(_alias(leaf, *gone[memory]), is_written=is_written)
         elif trace.is_foreign(traced):
             found[index] = _alias(leaf, Outside(leaf), leaf)
         else:
             groups.setdefault(memory, []).append(index)
     for group in groups.values():
         found.update(_siblings(outputs, group))
+    return found
+
+
+def state_aliases(
+    outcome: TraceResult, made: list[Any], before: StateTree | None, after: StateTree | None
+) -> dict[str, Alias]:
+    """Return which of the tensors that a call bound anew are others, or views of them.
+
+    Args:
+        outcome: The outcome of the call.
+        made: The flattened arguments of the call.
+        before: The module's tensors before the call.
+        after: The module's tensors after the call.
+    """
+    found: dict[str, Alias] = {}
+    if before is None or after is None:
+        return found
+    owners = _earlier(before)
+    for index, leaf in enumerate(made):
+        if isinstance(leaf, TracedTensor):
+            owners.setdefault(_memory(leaf), (index, leaf))
+    bound = {name: after.leaves[name] for name in sorted(outcome.bound & outcome.state.keys())}
+    # What is all of its memory first: others are views of it.
+    for name, leaf in sorted(bound.items(), key=lambda item: not _is_whole(item[1])):
+        traced = stand_in(outcome.trace, leaf)
+        of, owner = owners.setdefault(_memory(traced), (name, traced))
+        if of == name and outcome.trace.is_foreign(leaf):
+            of = Outside(leaf)
+        if of != name:
+            is_written = isinstance(traced, TracedTensor) and traced._storage.version > 0
+            alias = _alias(traced, of, owner)
+            found[name] = replace(alias, is_written=is_written and not isinstance(of, str))
     return found
 
 
@@ -71,10 +113,28 @@ def rebound(before: dict[str, tuple[Any, Any]], after: StateTree | None) -> dict
     }
 
 
-def _traced(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:
+def is_one_tensor(a: Any, b: Any) -> bool:
+    """Return whether two traced tensors are one for the user: branches make others of them."""
+    if not (isinstance(a, TracedTensor) and isinstance(b, TracedTensor)):
+        return a is b
+    if a._storage is not b._storage or a.dtype != b.dtype:
+        return False
+    return (a.shape, a.stride(), _offset(a)) == (b.shape, b.stride(), _offset(b))
+
+
+def stand_in(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:
     """Return what stands for a tensor in a trace: itself, unless the call wrote to it."""
     known = None if isinstance(leaf, TracedTensor) else trace.alias(leaf)
     return leaf if known is None else known
+
+
+def _earlier(before: StateTree | None) -> dict[int, tuple[Any, torch.Tensor]]:
+    """Return the traced tensors of the state before a call, by their memory."""
+    found: dict[int, tuple[Any, torch.Tensor]] = {}
+    for name, leaf in ({} if before is None else before.leaves).items():
+        if isinstance(leaf, TracedTensor):
+            found.setdefault(_memory(leaf), (Before(name), leaf))
+    return found
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -89,7 +149,7 @@ def _alias(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = F
     start, offset = _offset(owner), _offset(leaf)
     moved = isinstance(owner, TracedTensor) and bool(owner._chain)
     # Arrays of JAX are in order: what else is shared with them has to be counted the same way.
-    ordered = isinstance(of, (int, Outside)) or owner.is_contiguous()
+    ordered = isinstance(of, (int, Outside, Before)) or owner.is_contiguous()
     fits = ordered and meta.dtype == base.dtype
     is_exact = fits and not (is_theirs or moved or extents_of(leaf))
     return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)
@@ -114,9 +174,14 @@ def _siblings(outputs: list[Any], group: list[int]) -> Iterator[tuple[int, Alias
             yield index, Alias(Sibling(shared), False, tuple(leaf.shape), leaf.stride(), 0, False)
 
 
-def _is_whole(leaf: torch.Tensor) -> bool:
-    """Return whether an output is all of its memory, in order."""
-    if _offset(leaf) or extents_of(leaf) or not leaf.is_contiguous():
+def _is_whole(leaf: Any) -> bool:
+    """Return whether a tensor is all of its memory, in order."""
+    if (
+        not isinstance(leaf, torch.Tensor)
+        or _offset(leaf)
+        or extents_of(leaf)
+        or not leaf.is_contiguous()
+    ):
         return False
     if isinstance(leaf, TracedTensor):
         return not leaf._chain

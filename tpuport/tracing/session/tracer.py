@@ -48,7 +48,14 @@ from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
-from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
+from tpuport.tracing.session.output_aliases import (
+    is_one_tensor,
+    memory_of,
+    output_aliases,
+    rebound,
+    stand_in,
+    state_aliases,
+)
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
@@ -337,8 +344,11 @@ class Tracer:
             outcome.put_leaves, outcome.put_metas = program_leaves(put, wide=request.wide)
             outputs += put
         placed = [i for i, one in enumerate(serials) if one in trace.offsets_read]
-        outcome.out_aliases = output_aliases(outcome, outputs, made, after)
+        outcome.out_aliases = output_aliases(outcome, outputs, made, tree, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
+        outcome.state_aliases = state_aliases(outcome, made, tree, after)
+        names = {} if after is None else {id(after.leaves[n]): n for n in outcome.bound}
+        outcome.returned = {i: names[id(t)] for i, t in enumerate(outputs) if id(t) in names}
         check(outcome.changed)
         outcome.placed = placed
         refuse_effects(request.lengths, made, before, outcome)
@@ -440,13 +450,19 @@ class Tracer:
                     array = leaf._elem if isinstance(leaf, TracedTensor) else value_of(leaf)
                     if array is not values.get(name):
                         outcome.state[name] = array
-            outcome.python_changes = python_changes(before, after, module)
-            for name in moved_constants(before, after, outcome.python_changes):
+            outcome.python_changes = python_changes(before, after, module, trace.is_foreign)
+            tensors = ((n, t) for n, t in after.leaves.items() if isinstance(t, torch.Tensor))
+            left = {n: stand_in(trace, t) for n, t in tensors}
+            for name in moved_constants(before, after, left, outcome.python_changes):
                 outcome.state.setdefault(name, value_of(after.leaves[name]))
-            left = {n: after.leaves[n] for n in outcome.state}
-            outcome.bound = frozenset(n for n, t in left.items() if t is not before.leaves.get(n))
-            tensors = {n: t for n, t in left.items() if isinstance(t, torch.Tensor)}
-            outcome.state_metas = {n: meta_of(t, like=True) for n, t in tensors.items()}
+            outcome.bound = frozenset(
+                name
+                for name, tensor in left.items()
+                if after.leaves[name] is not before.leaves.get(name)
+                and not is_one_tensor(tensor, before.leaves.get(name))
+            )
+            changed = left.keys() & outcome.state.keys()
+            outcome.state_metas = {n: meta_of(left[n], like=True) for n in sorted(changed)}
             outcome.baked = dict(baked)
         return outcome
 

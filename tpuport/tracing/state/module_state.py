@@ -38,11 +38,11 @@ class StateTree:
     modules: dict[str, tuple[int, type]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def owner_of(self, name: str) -> tuple[str, str]:
-        """Return the fqn and the attribute that hold a leaf, at any depth."""
+    def attribute_of(self, name: str) -> str:
+        """Return the name of the attribute that holds a leaf, at any depth."""
         while name not in self.owners:
             name = name[: max(name.rfind("["), name.rfind("."))]
-        return self.owners[name]
+        return name
 
 
 def named_owners(
@@ -153,8 +153,12 @@ def refuse_moved_parameters(before: StateTree, after: StateTree) -> None:
     for name in names:
         now = after.values.get(name)
         old = first.get(id(now), name)
-        is_trained = isinstance(now, torch.Tensor) and now.requires_grad
-        if is_trained and old != name and after.values.get(old) is not now:
+        if (
+            isinstance(now, torch.nn.Parameter)
+            and now.requires_grad
+            and old != name
+            and after.values.get(old) is not now
+        ):
             raise port_error(
                 f"the call gives {name!r} the tensor that {old!r} was",
                 code="TPU406",
@@ -256,6 +260,8 @@ def _tensor_kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value)
     kind = (tuple(value.shape), value.dtype)
+    if value.requires_grad and not isinstance(value, torch.nn.Parameter):
+        kind = (*kind, "requires grad")
     return kind if value.is_contiguous() else (*kind, _layout(value))
 
 
@@ -286,7 +292,8 @@ class PythonChanges:
     Traced tensors in the new values are placeholders, and so are the traced numbers of the
     attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
     changed. `own` are the placeholders in the new values for parameters and buffers, and `modules`
-    the traced copies of modules in them, by name.
+    the traced copies of modules in them, by name. `constants` are the host tensors in them that the
+    call made, by id: each call makes its own.
     """
 
     names: list[str]
@@ -300,6 +307,7 @@ class PythonChanges:
     numbers: frozenset[str] = frozenset()
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def causes(self) -> list[str]:
@@ -388,7 +396,10 @@ class _BufferSlot:
 
 
 def python_changes(
-    before: StateTree, after: StateTree, module: torch.nn.Module
+    before: StateTree,
+    after: StateTree,
+    module: torch.nn.Module,
+    is_foreign: Callable[[torch.Tensor], bool],
 ) -> PythonChanges | None:
     """Return what a call changed in the Python state of a module, or None.
 
@@ -396,6 +407,7 @@ def python_changes(
         before: The state tree of the traced copy before the call.
         after: The state tree of the same copy after the call.
         module: The traced copy.
+        is_foreign: Says whether a host tensor was there before the call.
 
     Raises:
         PortError: A list, dict or object of the module holds a traced number.
@@ -410,9 +422,12 @@ def python_changes(
         return None
     paths = {id(after.leaves[n]): n for n in after.registered if n in before.leaves}
     own: dict[str, torch.Tensor] = {}
+    constants: dict[int, torch.Tensor] = {}
 
     def placeholder(tensor: torch.Tensor) -> torch.Tensor:
         path, made = paths.get(id(tensor)), _placeholder(tensor)
+        if made is tensor and not is_foreign(tensor):
+            constants[id(tensor)] = tensor
         if path is not None and path not in names and made is not tensor:
             own[path] = made
         return made
@@ -447,25 +462,29 @@ def python_changes(
         names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
     )
     changes.own, changes.modules = own, _modules_in(values, module)
+    changes.constants = constants
     return changes
 
 
 def moved_constants(
-    before: StateTree, after: StateTree, changes: PythonChanges | None
+    before: StateTree,
+    after: StateTree,
+    left: dict[str, torch.Tensor],
+    changes: PythonChanges | None,
 ) -> list[str]:
     """Return the names under which a call left another host tensor than was there before.
 
-    An example is `self.a, self.b = self.b, self.a` where both are plain attributes. What changed
-    its structure too is among the Python changes.
+    An example is `self.a, self.b = self.b, self.a` where both are plain attributes. Where the
+    structure changed too, it is among the Python changes, unless a value of the program was there.
+    `left` has the tensors after the call: traced ones for what they stand for.
     """
     known = () if changes is None else changes.names
     return [
         name
-        for name, leaf in after.leaves.items()
-        if leaf is not before.leaves.get(name, leaf)
-        and isinstance(leaf, torch.Tensor)
+        for name, leaf in left.items()
+        if leaf is not (old := before.leaves.get(name, leaf))
         and not isinstance(leaf, TracedTensor)
-        and ".".join(part for part in after.owner_of(name) if part) not in known
+        and (isinstance(old, TracedTensor) or after.attribute_of(name) not in known)
     ]
 
 
@@ -501,7 +520,6 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
     """Return a host tensor unchanged, and a traced one as a meta tensor like it."""
     if not isinstance(tensor, TracedTensor):
         return tensor
-    meta = meta_of(tensor)
     if getattr(tensor, "_is_param", False):
-        return torch.nn.Parameter(meta, requires_grad=tensor.requires_grad)
-    return meta
+        return torch.nn.Parameter(meta_of(tensor), requires_grad=tensor.requires_grad)
+    return meta_of(tensor, like=True)

@@ -57,9 +57,14 @@ class TraceResult:
     placed: list[int] = field(default_factory=list)
     # State that is in other memory after the call, by name: whether the old memory was written to.
     rebound: dict[str, bool] = field(default_factory=dict)
-    # Meta tensors like the changed state, by name, and the names of what is another tensor now.
+    # Meta tensors like the changed state, by name, and the names of all that is another tensor now.
     state_metas: dict[str, torch.Tensor] = field(default_factory=dict)
     bound: frozenset[str] = frozenset()
+    # Of these, by name, what share memory with arguments, with the state before the call, or with
+    # one another.
+    state_aliases: "dict[str, Alias]" = field(default_factory=dict)
+    # Outputs that are a tensor which the call bound anew, by index: its name.
+    returned: dict[int, str] = field(default_factory=dict)
     # Of a call that is differentiated.
     flows: Flows | None = None
 
@@ -77,6 +82,13 @@ class Sibling:
 
 
 @dataclass(frozen=True)
+class Before:
+    """The tensor that the state had under a name before the call."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class Outside:
     """A tensor that is neither an argument nor state: a global, a plain attribute."""
 
@@ -85,23 +97,26 @@ class Outside:
 
 @dataclass(frozen=True)
 class Alias:
-    """A description of the memory that an output shares, and of its part in it.
+    """A description of the memory that an output or state shares, and of its part in it.
 
     Attributes:
-        of: An argument by index, state by name, another output, or a tensor from outside.
+        of: An argument by index, state after the call by name, state before it, another output, or
+            a tensor from outside.
         is_same: Whether the output is that tensor.
         size: Its sizes.
         stride: Its strides in that memory.
         offset: Where it starts, counted from where the other one starts.
         is_exact: Whether it is such a window into the other one, with the same dtype.
+        is_written: Of state, whether the call wrote to that memory.
     """
 
-    of: int | str | Sibling | Outside
+    of: int | str | Before | Sibling | Outside
     is_same: bool
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
     is_exact: bool = True
+    is_written: bool = False
 
 
 @dataclass
