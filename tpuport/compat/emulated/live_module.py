@@ -8,6 +8,7 @@ import torch
 
 from tpuport.compat.emulated import gradients, spread
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
+from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, PortError, TpuportError
@@ -39,7 +40,7 @@ from tpuport.tracing.guards.module_changes import (
     refuse_hooks_on_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
-from tpuport.tracing.state.request import Alias, Before
+from tpuport.tracing.state.request import Alias
 
 
 class LiveModel(PortedModel):
@@ -70,14 +71,7 @@ class LiveModel(PortedModel):
         self._changed_numbers: set[str] = set()
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
-        # State that the call changed, by name: what its tensors are like, and which are new ones.
-        self._changed: dict[str, torch.Tensor] = {}
-        self._new_tensors: set[str] = set()
-        # State of which the call left a tensor with a graph, and which is a result of the call.
-        self._flowing: dict[str, torch.Tensor] = {}
-        self._returned: dict[str, torch.Tensor] = {}
-        # What the new tensors share memory with: owners that were there before the call.
-        self._owners: dict[str, tuple[Alias, Any]] = {}
+        self._left = LeftTensors()
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
@@ -122,11 +116,7 @@ class LiveModel(PortedModel):
             self._take_in()
         before = self._values()
         self._python_changes.clear()
-        self._changed.clear()
-        self._new_tensors.clear()
-        self._flowing = {}
-        self._returned.clear()
-        self._owners.clear()
+        self._left = LeftTensors()
         self._last_key = None
         with without_saved_tensors_hooks():
             try:
@@ -305,8 +295,7 @@ class LiveModel(PortedModel):
 
     def _advance(self, compiled: Any, new_state: dict[str, jax.Array]) -> None:
         super()._advance(compiled, new_state)
-        self._changed.update(compiled.outcome.state_metas)
-        self._new_tensors.update(compiled.outcome.bound)
+        self._left.note(compiled.outcome, self._values())
 
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
@@ -341,53 +330,12 @@ class LiveModel(PortedModel):
 
         References to the old tensor keep the old values then.
         """
-        if name in self._new_tensors and not isinstance(leaf, torch.nn.Parameter):
-            return self._bound_anew(name, value)
+        if name in self._left.bound and not isinstance(leaf, torch.nn.Parameter):
+            return self._left.tensor(name)
         with torch.no_grad():
             leaf.copy_(backend.to_torch(value, leaf.dtype))
         self._keys[name] = _key(leaf, name in self._tree.registered)
         return None
-
-    def _bound_anew(
-        self, name: str, value: jax.Array, result: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the tensor that the call left under a name: a known one, a view, or a new one.
-
-        `result` is a new one that the call returns as well.
-        """
-        if name not in self._returned:
-            known = self._known_tensor(name, value)
-            made = self._flowing.get(name) if result is None else result
-            if known is None and made is None:
-                meta = self._changed[name]
-                made = gradients.host_tensor(value, meta.dtype, meta)
-            self._returned[name] = made if known is None else known
-        return self._returned[name]
-
-    def _known_tensor(self, name: str, value: jax.Array) -> torch.Tensor | None:
-        """Return the tensor that the call left under a name if it is another one or its view."""
-        alias, owner = self._owners.get(name, (None, None))
-        if alias is not None and isinstance(alias.of, str):
-            owner = self._bound_anew(alias.of, self._values()[alias.of])
-        if alias is None or not isinstance(owner, torch.Tensor):
-            return None
-        if alias.is_same and alias.is_written:
-            with torch.no_grad():
-                owner.copy_(backend.to_torch(value, owner.dtype))
-        if alias.is_same:
-            return owner
-        if alias.is_written or not alias.is_exact:
-            return None
-        has_grad, offset = self._changed[name].requires_grad, owner.storage_offset() + alias.offset
-        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad):
-            view = owner if has_grad else owner.detach()
-            return tag(view.as_strided(alias.size, alias.stride, offset))
-
-    def _owner(self, alias: Alias, leaves: list[Any]) -> Any:
-        """Return the user's tensor that was there before the call, if an alias is of one."""
-        if isinstance(alias.of, Before):
-            return self._tree.leaves.get(alias.of.name)
-        return leaves[alias.of] if isinstance(alias.of, int) else getattr(alias.of, "tensor", None)
 
     def _replace(self, replaced: dict[str, torch.Tensor]) -> None:
         """Put tensors for others, by name, wherever the user's module holds these."""
@@ -424,15 +372,13 @@ class LiveModel(PortedModel):
             known, value = self._tree.leaves.get(name), values.get(name)
             if isinstance(known, torch.Tensor) and tensor is not known:
                 same = tensor.shape == known.shape and tensor.dtype == known.dtype
-                is_kept = name not in self._new_tensors or isinstance(known, torch.nn.Parameter)
+                is_kept = name not in self._left.bound or isinstance(known, torch.nn.Parameter)
                 if same and is_kept and (name in self._tree.registered or known.requires_grad):
                     return known
-            if name in self._returned:
-                return self._returned[name]
+            if self._left.has(name):
+                return self._left.tensor(name)
             if value is None:
                 return tensor.clone() if id(tensor) in changes.constants else tensor
-            if name in self._new_tensors and name in self._changed:
-                return self._bound_anew(name, value)
             return gradients.host_tensor(value, tensor.dtype, tensor)
 
         cloner = Cloner(back)
@@ -474,11 +420,11 @@ class LiveModel(PortedModel):
         """Return outputs that alias an argument or weight as that tensor or view, like eager."""
         outcome = call.compiled.outcome
         self._buffer_results.clear()
-        self._share_state(call, given)
+        self._left.share(outcome, self._tree.leaves, call.leaves, given)
         for index, alias in outcome.out_aliases.items():
             if index in outcome.returned:
                 continue
-            owner, at = self._owner(alias, call.leaves), alias.of
+            owner, at = owner_of(alias, self._tree.leaves, call.leaves), alias.of
             if at in outcome.changed:
                 self._buffer_results.append((given[index], alias))
             if isinstance(at, str) and at not in outcome.changed | outcome.bound:
@@ -491,21 +437,10 @@ class LiveModel(PortedModel):
                 offset = owner.storage_offset() + alias.offset
                 given[index] = owner.as_strided(alias.size, alias.stride, offset)
 
-    def _share_state(self, call: BoundCall, given: list[Any]) -> None:
-        """Return outputs that the call binds in the module as the tensors that it binds there."""
-        outcome, state = call.compiled.outcome, self._values()
-        for name, alias in outcome.state_aliases.items():
-            self._owners[name] = alias, self._owner(alias, call.leaves)
-        for index, name in outcome.returned.items():
-            if name in outcome.state_metas:
-                given[index] = self._bound_anew(name, state[name], given[index])
-            else:
-                given[index] = self._returned.setdefault(name, given[index])
-
     def _share_buffers(self) -> None:
         """Let results share the memory of the user's own buffers, which have their new values."""
         for result, alias in self._buffer_results:
-            is_own = alias.of in self._tree.registered or alias.of in self._new_tensors
+            is_own = alias.of in self._tree.registered or alias.of in self._left.bound
             owner = self._tree.leaves.get(str(alias.of)) if is_own else None
             if not isinstance(owner, torch.Tensor) or owner.requires_grad or result.requires_grad:
                 continue
@@ -529,7 +464,7 @@ class LiveModel(PortedModel):
         self._compared = call if self._verifying else None
         call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
         flows = gradients.Through.apply(call, *call.inputs(tensors))
-        results, self._flowing = call.results(list(flows))
+        results, self._left.flowing = call.results(list(flows))
         return self._finish(prepared, results), prepared.state
 
     def _version_of_state(self) -> int:
@@ -625,8 +560,8 @@ class LiveModel(PortedModel):
         leaves = pytree.flatten(out)[0]
         sums = parity.projected([t.detach() if _in(t, made) else t for t in leaves])
         left = state_tree(expected.module).leaves
-        names = [n for n in self._flowing if isinstance(left.get(n), torch.Tensor)]
-        sums += parity.projected([self._flowing[name] for name in names])
+        names = [n for n in self._left.flowing if isinstance(left.get(n), torch.Tensor)]
+        sums += parity.projected([self._left.flowing[name] for name in names])
         state = [left[name] for name in names]
         if not ours or not (sums or parity.projected((expected.out, state))):
             return []

@@ -39,58 +39,26 @@ def output_aliases(
             # which the port must not write to.
             is_theirs = trace.is_foreign(traced)
             found_at = (Outside(leaf) if is_theirs else of, leaf, is_theirs)
-            owners.setdefault(_memory(traced), found_at)
-    gone = _earlier(before)
+            owners.setdefault(memory_id(traced), found_at)
+    gone = earlier_tensors(before)
     found: dict[int, Alias] = {}
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(outputs):
         if not isinstance(leaf, torch.Tensor):
             continue
         traced = stand_in(trace, leaf)
-        memory = _memory(traced)
+        memory = memory_id(traced)
         if memory in owners:
-            found[index] = _alias(leaf, *owners[memory])
+            found[index] = alias_of(leaf, *owners[memory])
         elif memory in gone and isinstance(traced, TracedTensor):
             is_written = traced._storage.version > 0
-            found[index] = replace(_alias(leaf, *gone[memory]), is_written=is_written)
+            found[index] = replace(alias_of(leaf, *gone[memory]), is_written=is_written)
         elif trace.is_foreign(traced):
-            found[index] = _alias(leaf, Outside(leaf), leaf)
+            found[index] = alias_of(leaf, Outside(leaf), leaf)
         else:
             groups.setdefault(memory, []).append(index)
     for group in groups.values():
         found.update(_siblings(outputs, group))
-    return found
-
-
-def state_aliases(
-    outcome: TraceResult, made: list[Any], before: StateTree | None, after: StateTree | None
-) -> dict[str, Alias]:
-    """Return which of the tensors that a call bound anew are others, or views of them.
-
-    Args:
-        outcome: The outcome of the call.
-        made: The flattened arguments of the call.
-        before: The module's tensors before the call.
-        after: The module's tensors after the call.
-    """
-    found: dict[str, Alias] = {}
-    if before is None or after is None:
-        return found
-    owners = _earlier(before)
-    for index, leaf in enumerate(made):
-        if isinstance(leaf, TracedTensor):
-            owners.setdefault(_memory(leaf), (index, leaf))
-    bound = {name: after.leaves[name] for name in sorted(outcome.bound & outcome.state.keys())}
-    # What is all of its memory first: others are views of it.
-    for name, leaf in sorted(bound.items(), key=lambda item: not _is_whole(item[1])):
-        traced = stand_in(outcome.trace, leaf)
-        of, owner = owners.setdefault(_memory(traced), (name, traced))
-        if of == name and outcome.trace.is_foreign(leaf):
-            of = Outside(leaf)
-        if of != name:
-            is_written = isinstance(traced, TracedTensor) and traced._storage.version > 0
-            alias = _alias(traced, of, owner)
-            found[name] = replace(alias, is_written=is_written and not isinstance(of, str))
     return found
 
 
@@ -113,40 +81,34 @@ def rebound(before: dict[str, tuple[Any, Any]], after: StateTree | None) -> dict
     }
 
 
-def is_one_tensor(a: Any, b: Any) -> bool:
-    """Return whether two traced tensors are one for the user: branches make others of them."""
-    if not (isinstance(a, TracedTensor) and isinstance(b, TracedTensor)):
-        return a is b
-    if a._storage is not b._storage or a.dtype != b.dtype:
-        return False
-    return (a.shape, a.stride(), _offset(a)) == (b.shape, b.stride(), _offset(b))
-
-
 def stand_in(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:
     """Return what stands for a tensor in a trace: itself, unless the call wrote to it."""
     known = None if isinstance(leaf, TracedTensor) else trace.alias(leaf)
     return leaf if known is None else known
 
 
-def _earlier(before: StateTree | None) -> dict[int, tuple[Any, torch.Tensor]]:
+def earlier_tensors(before: StateTree | None) -> dict[int, tuple[Any, torch.Tensor]]:
     """Return the traced tensors of the state before a call, by their memory."""
     found: dict[int, tuple[Any, torch.Tensor]] = {}
     for name, leaf in ({} if before is None else before.leaves).items():
         if isinstance(leaf, TracedTensor):
-            found.setdefault(_memory(leaf), (Before(name), leaf))
+            found.setdefault(memory_id(leaf), (Before(name), leaf))
     return found
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_id(tensor: torch.Tensor) -> int:
     """Return a number that tells apart what tensors are stored in."""
     if isinstance(tensor, TracedTensor):
         return id(tensor._storage)
     return -1 - tensor.untyped_storage()._cdata
 
 
-def _alias(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = False) -> Alias:
+def alias_of(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = False) -> Alias:
+    """Describe a tensor as a part of the memory of another one; `is_theirs`: that the port may not
+    write to.
+    """
     meta, base = meta_of(leaf), meta_of(owner)
-    start, offset = _offset(owner), _offset(leaf)
+    start, offset = offset_of(owner), offset_of(leaf)
     moved = isinstance(owner, TracedTensor) and bool(owner._chain)
     # Arrays of JAX are in order: what else is shared with them has to be counted the same way.
     ordered = isinstance(of, (int, Outside, Before)) or owner.is_contiguous()
@@ -155,18 +117,19 @@ def _alias(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = F
     return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)
 
 
-def _offset(tensor: torch.Tensor) -> int:
+def offset_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor begins in its memory, in elements."""
     offset: Any = torch.Tensor.storage_offset(tensor)
     return int(offset)
 
 
 def _siblings(outputs: list[Any], group: list[int]) -> Iterator[tuple[int, Alias]]:
     """Yield what outputs over the same memory share, if they share an element."""
-    whole = next((i for i in group if _is_whole(outputs[i])), None)
+    whole = next((i for i in group if is_whole(outputs[i])), None)
     for index in group:
         others = [other for other in group if other != index]
         if whole is not None and index != whole:
-            yield index, _alias(outputs[index], Sibling(whole), outputs[whole])
+            yield index, alias_of(outputs[index], Sibling(whole), outputs[whole])
         elif whole is None and (
             shared := next((o for o in others if _overlap(outputs[index], outputs[o])), None)
         ):
@@ -174,11 +137,11 @@ def _siblings(outputs: list[Any], group: list[int]) -> Iterator[tuple[int, Alias
             yield index, Alias(Sibling(shared), False, tuple(leaf.shape), leaf.stride(), 0, False)
 
 
-def _is_whole(leaf: Any) -> bool:
+def is_whole(leaf: Any) -> bool:
     """Return whether a tensor is all of its memory, in order."""
     if (
         not isinstance(leaf, torch.Tensor)
-        or _offset(leaf)
+        or offset_of(leaf)
         or extents_of(leaf)
         or not leaf.is_contiguous()
     ):
@@ -199,7 +162,7 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
     def window(tensor: torch.Tensor) -> np.ndarray:
         size = tensor.itemsize
-        start = memory.ctypes.data + _offset(tensor) * size
+        start = memory.ctypes.data + offset_of(tensor) * size
         interface = {
             "shape": tuple(torch.Tensor.size(tensor)),
             "strides": tuple(step * size for step in tensor.stride()),

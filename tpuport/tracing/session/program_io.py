@@ -82,7 +82,7 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
     whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
     like = tensor if whole else meta_of(tensor)
     made = TracedTensor(Storage(value, trace), (), like, value, flow)
-    made._is_leaf = made._is_given = True
+    made._is_leaf, made._is_given = tensor.is_leaf, True
     vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)

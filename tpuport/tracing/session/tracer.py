@@ -35,7 +35,7 @@ from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.reentrancy import SWAPS
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.storage import SERIALS, Storage
-from tpuport.tracing.core.tensor import TracedTensor, meta_of, version
+from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
@@ -44,18 +44,12 @@ from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll
+from tpuport.tracing.session import state_left
 from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
-from tpuport.tracing.session.output_aliases import (
-    is_one_tensor,
-    memory_of,
-    output_aliases,
-    rebound,
-    stand_in,
-    state_aliases,
-)
+from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     program_leaves,
     refuse_foreign_writes,
@@ -69,7 +63,6 @@ from tpuport.tracing.state import overlaps
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
-    moved_constants,
     python_changes,
     refuse_moved_parameters,
     refuse_new_ties,
@@ -346,9 +339,7 @@ class Tracer:
         placed = [i for i, one in enumerate(serials) if one in trace.offsets_read]
         outcome.out_aliases = output_aliases(outcome, outputs, made, tree, after)
         outcome.rebound, outcome.changed = rebound(memory, after), frozenset(outcome.state)
-        outcome.state_aliases = state_aliases(outcome, made, tree, after)
-        names = {} if after is None else {id(after.leaves[n]): n for n in outcome.bound}
-        outcome.returned = {i: names[id(t)] for i, t in enumerate(outputs) if id(t) in names}
+        state_left.describe_sharing(outcome, outputs, made, tree, after)
         check(outcome.changed)
         outcome.placed = placed
         refuse_effects(request.lengths, made, before, outcome)
@@ -451,18 +442,7 @@ class Tracer:
                     if array is not values.get(name):
                         outcome.state[name] = array
             outcome.python_changes = python_changes(before, after, module, trace.is_foreign)
-            tensors = ((n, t) for n, t in after.leaves.items() if isinstance(t, torch.Tensor))
-            left = {n: stand_in(trace, t) for n, t in tensors}
-            for name in moved_constants(before, after, left, outcome.python_changes):
-                outcome.state.setdefault(name, value_of(after.leaves[name]))
-            outcome.bound = frozenset(
-                name
-                for name, tensor in left.items()
-                if after.leaves[name] is not before.leaves.get(name)
-                and not is_one_tensor(tensor, before.leaves.get(name))
-            )
-            changed = left.keys() & outcome.state.keys()
-            outcome.state_metas = {n: meta_of(left[n], like=True) for n in sorted(changed)}
+            state_left.describe(outcome, before, after)
             outcome.baked = dict(baked)
         return outcome
 

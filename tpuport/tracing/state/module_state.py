@@ -261,7 +261,7 @@ def _tensor_kind(value: Any) -> Any:
         return type(value)
     kind = (tuple(value.shape), value.dtype)
     if value.requires_grad and not isinstance(value, torch.nn.Parameter):
-        kind = (*kind, "requires grad")
+        kind = (*kind, "a leaf" if value.is_leaf else "has a graph")
     return kind if value.is_contiguous() else (*kind, _layout(value))
 
 
@@ -522,4 +522,8 @@ def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if getattr(tensor, "_is_param", False):
         return torch.nn.Parameter(meta_of(tensor), requires_grad=tensor.requires_grad)
-    return meta_of(tensor, like=True)
+    meta = meta_of(tensor, like=True)
+    if not tensor.requires_grad or tensor.is_leaf:
+        return meta
+    with torch.enable_grad():
+        return meta.view_as(meta)  # with a graph, as it may be written in place

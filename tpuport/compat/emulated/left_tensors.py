@@ -1,0 +1,105 @@
+"""The tensors that one call leaves in the user's module, with what they share memory with."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import torch
+
+from tpuport.compat.emulated.gradients import host_tensor
+from tpuport.foundation.interop import backend
+from tpuport.foundation.interop.device_mark import tag
+from tpuport.tracing.state.request import Alias, Before, TraceResult
+
+
+class LeftTensors:
+    """The tensors that a call bound anew, each made when it is asked for first.
+
+    Attributes:
+        bound: their names.
+        flowing: those with a graph, by name.
+    """
+
+    def __init__(self) -> None:
+        self.bound: set[str] = set()
+        self.flowing: dict[str, torch.Tensor] = {}
+        # What the tensors of changed state are like, and their values.
+        self._metas: dict[str, torch.Tensor] = {}
+        self._values: Mapping[str, jax.Array] = {}
+        # What they share memory with, and the user's tensor for it if it was there before the call.
+        self._owners: dict[str, tuple[Alias, Any]] = {}
+        self._made: dict[str, torch.Tensor] = {}
+
+    def note(self, outcome: TraceResult, values: Mapping[str, jax.Array]) -> None:
+        """Add what a program did; `values` is the state after it."""
+        self.bound.update(outcome.bound)
+        self._metas.update(outcome.state_metas)
+        self._values = values
+
+    def share(
+        self,
+        outcome: TraceResult,
+        before: Mapping[str, Any],
+        arguments: list[Any],
+        results: list[Any],
+    ) -> None:
+        """Find what the tensors share, and put them for the results that they are.
+
+        Args:
+            outcome: the outcome of the program.
+            before: the user's tensors before the call, by name.
+            arguments: the leaves of its arguments.
+            results: its results, which are changed.
+        """
+        for name, alias in outcome.state_aliases.items():
+            self._owners[name] = alias, owner_of(alias, before, arguments)
+        for index, name in outcome.returned.items():
+            if name in outcome.state_metas:
+                results[index] = self.tensor(name, results[index])
+            else:
+                results[index] = self._made.setdefault(name, results[index])
+
+    def has(self, name: str) -> bool:
+        """Return whether the call left a new tensor of the program under a name."""
+        return name in self._made or (name in self.bound and name in self._metas)
+
+    def tensor(self, name: str, result: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the tensor that the call left under a name: a known one, a view, or a new one.
+
+        `result` is a new one that the call returns as well.
+        """
+        if name not in self._made:
+            made = self._known(name)
+            if made is None:
+                made = self.flowing.get(name) if result is None else result
+            if made is None:
+                meta = self._metas[name]
+                made = host_tensor(self._values[name], meta.dtype, meta)
+            self._made[name] = made
+        return self._made[name]
+
+    def _known(self, name: str) -> torch.Tensor | None:
+        """Return the tensor that the call left under a name if it is another one or its view."""
+        alias, owner = self._owners.get(name, (None, None))
+        if alias is not None and isinstance(alias.of, str):
+            owner = self.tensor(alias.of)
+        if alias is None or not isinstance(owner, torch.Tensor):
+            return None
+        if alias.is_same and alias.is_written:
+            with torch.no_grad():
+                owner.copy_(backend.to_torch(self._values[name], owner.dtype))
+        if alias.is_same:
+            return owner
+        if alias.is_written or not alias.is_exact:
+            return None
+        has_grad, offset = self._metas[name].requires_grad, owner.storage_offset() + alias.offset
+        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad):
+            view = owner if has_grad else owner.detach()
+            return tag(view.as_strided(alias.size, alias.stride, offset))
+
+
+def owner_of(alias: Alias, before: Mapping[str, Any], arguments: list[Any]) -> Any:
+    """Return the user's tensor that was there before the call, if an alias is of one."""
+    if isinstance(alias.of, Before):
+        return before.get(alias.of.name)
+    return arguments[alias.of] if isinstance(alias.of, int) else getattr(alias.of, "tensor", None)

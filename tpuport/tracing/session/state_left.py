@@ -1,0 +1,98 @@
+"""The tensors that a call leaves in the module: which are new, and whose memory they share."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tpuport.tracing.core.tensor import TracedTensor, meta_of
+from tpuport.tracing.core.values import value_of
+from tpuport.tracing.session.output_aliases import (
+    alias_of,
+    earlier_tensors,
+    is_whole,
+    memory_id,
+    offset_of,
+    stand_in,
+)
+from tpuport.tracing.state.module_state import StateTree, moved_constants
+from tpuport.tracing.state.request import Alias, Outside, TraceResult
+
+
+def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
+    """Add to the outcome the host tensors that the call moved, and what its state is like."""
+    trace = outcome.trace
+    tensors = ((n, t) for n, t in after.leaves.items() if isinstance(t, torch.Tensor))
+    left = {name: stand_in(trace, tensor) for name, tensor in tensors}
+    for name in moved_constants(before, after, left, outcome.python_changes):
+        outcome.state.setdefault(name, value_of(after.leaves[name]))
+    outcome.bound = frozenset(
+        name
+        for name, tensor in left.items()
+        if after.leaves[name] is not before.leaves.get(name)
+        and not _is_one_tensor(tensor, before.leaves.get(name))
+    )
+    changed = left.keys() & outcome.state.keys()
+    outcome.state_metas = {n: meta_of(left[n], like=True) for n in sorted(changed)}
+
+
+def describe_sharing(
+    outcome: TraceResult,
+    outputs: list[Any],
+    made: list[Any],
+    before: StateTree | None,
+    after: StateTree | None,
+) -> None:
+    """Add to the outcome what the tensors that the call bound anew share.
+
+    Args:
+        outcome: The outcome of the call, which has its state.
+        outputs: The program's results: what the call returns and what it puts into containers.
+        made: The flattened arguments of the call.
+        before: The module's tensors before the call.
+        after: The module's tensors after the call.
+    """
+    outcome.state_aliases = _aliases(outcome, made, before, after)
+    names = {} if after is None else {id(after.leaves[n]): n for n in outcome.bound}
+    outcome.returned = {i: names[id(t)] for i, t in enumerate(outputs) if id(t) in names}
+
+
+def _aliases(
+    outcome: TraceResult, made: list[Any], before: StateTree | None, after: StateTree | None
+) -> dict[str, Alias]:
+    """Return which of the tensors that a call bound anew are others, or views of them.
+
+    Args:
+        outcome: The outcome of the call.
+        made: The flattened arguments of the call.
+        before: The module's tensors before the call.
+        after: The module's tensors after the call.
+    """
+    found: dict[str, Alias] = {}
+    if before is None or after is None:
+        return found
+    owners = earlier_tensors(before)
+    for index, leaf in enumerate(made):
+        if isinstance(leaf, TracedTensor):
+            owners.setdefault(memory_id(leaf), (index, leaf))
+    bound = {name: after.leaves[name] for name in sorted(outcome.bound & outcome.state.keys())}
+    # What is all of its memory first: others are views of it.
+    for name, leaf in sorted(bound.items(), key=lambda item: not is_whole(item[1])):
+        traced = stand_in(outcome.trace, leaf)
+        of, owner = owners.setdefault(memory_id(traced), (name, traced))
+        if of == name and outcome.trace.is_foreign(leaf):
+            of = Outside(leaf)
+        if of != name:
+            is_written = isinstance(traced, TracedTensor) and traced._storage.version > 0
+            alias = alias_of(traced, of, owner)
+            found[name] = replace(alias, is_written=is_written and not isinstance(of, str))
+    return found
+
+
+def _is_one_tensor(a: Any, b: Any) -> bool:
+    """Return whether two traced tensors are one for the user: branches make others of them."""
+    if not (isinstance(a, TracedTensor) and isinstance(b, TracedTensor)):
+        return a is b
+    if a._storage is not b._storage or a.dtype != b.dtype:
+        return False
+    return (a.shape, a.stride(), offset_of(a)) == (b.shape, b.stride(), offset_of(b))
