@@ -142,6 +142,36 @@ def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
     assert "&lt;img src=x&gt;" in page
 
 
+def test_launch_files_leave_made_up_values_to_a_person(repository: Path, tmp_path: Path) -> None:
+    script = repository / "train.py"
+    needs = 'parser.add_argument("--data", required=True, help="it\'s $HOME | fake | `x`")\n'
+    script.write_text(TRAIN.replace("args = ", f"{needs}args = ", 1))
+    out = tmp_path / "out"
+    code, text = port(repository, "--out", out, "--json")
+    assert code == 0
+    found = json.loads(text)
+    assert "--data" in found["stages"]["entry"]["result"]["arguments"]["full"]
+    assert found["next_steps"][0].startswith("entry: fill in data (one of")
+    for file in ("run.sh", "jobset.yaml", "sky.yaml"):
+        text = (out / file).read_text()
+        assert "FILL_IN_DATA" in text
+        assert "made-up" not in text.replace("compared with made-up-data", "")
+    sky = yaml.safe_load((out / "sky.yaml").read_text())
+    assert sky["run"].endswith("train.py --lr 0.1 --data FILL_IN_DATA")
+    yaml.safe_load((out / "jobset.yaml").read_text())
+    # It stops without a value, and takes one.
+    (tmp_path / "tpuport").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    (tmp_path / "tpuport").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = ["sh", out / "run.sh"]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "Fill in data" in ended.stderr
+    env["FILL_IN_DATA"] = "my data"
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines() == ["run", "train.py", "--lr", "0.1", "--data", "my data"]
+
+
 def test_stages_are_done_once(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

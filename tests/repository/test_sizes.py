@@ -79,8 +79,17 @@ def test_argparse(tmp_path: Path) -> None:
         *("--model", "Net-S/8", "--image-size", "128", "--global-batch-size", "4"),
         *("--num_workers", "0"),
     )
-    assert chosen.invented == ("data-path: made-up-data_path", "kind: one", "rate: 0.1")
+    assert chosen.invented == (
+        "data-path: made-up-data_path, a path that is not there",
+        "kind: one, the first of 2 choices",
+        "rate: 0.1, as in README.md:1",
+    )
     assert chosen.lacking == ()
+    # What the repository does not give is left to a person where it is for more than a comparison.
+    blanks = [(one.variable, one.value) for one in chosen.blanks]
+    assert blanks == [("FILL_IN_DATA_PATH", "made-up-data_path"), ("FILL_IN_KIND", "one")]
+    launched = ["--data-path", "FILL_IN_DATA_PATH", "--kind", "FILL_IN_KIND", "--rate", "0.1"]
+    assert chosen.launched[2:] == tuple(launched)
 
 
 def test_what_is_given_is_not_made_smaller(tmp_path: Path) -> None:
@@ -151,3 +160,124 @@ def test_a_name_in_camel_case_is_a_size_too(tmp_path: Path) -> None:
             loss.backward()
         """
     assert entry(tmp_path, script)[1].small == ("--batchSize", "4")
+
+
+def argparse_script(options: str, body: str = "") -> str:
+    return textwrap.dedent(
+        """
+        import argparse
+        parser = argparse.ArgumentParser()
+        {options}
+        args = parser.parse_args()
+        for step in range(3):
+            loss.backward()
+        {body}
+        """
+    ).format(options=options, body=textwrap.dedent(body))
+
+
+DATASET = "parser.add_argument('--dataset', '-d', required=True{})"
+
+
+@pytest.mark.parametrize(
+    ("more", "body", "value"),
+    [
+        (", help='cifar10 | lsun | mnist |imagenet | folder | lfw | fake'", "", "fake"),
+        (", help='one of: cifar10, synthetic-images or mnist'", "", "synthetic-images"),
+        (", help='the data (MNIST, FakeData)'", "", "FakeData"),
+        (", choices=['cifar10', 'dummy']", "", "dummy"),
+        (", choices=list(TABLE)", "TABLE = {'cifar10': 1, 'random': 2}", "random"),
+        ("", "if args.dataset == 'cifar10': pass\nelif args.dataset == 'fake': pass", "fake"),
+        ("", "if str(args.dataset).lower() not in ['lsun', 'toy']: pass", "toy"),
+        ("", "match args.dataset:\n    case 'a' | 'synth': pass", "synth"),
+    ],
+)
+def test_a_choice_that_needs_no_data(tmp_path: Path, more: str, body: str, value: str) -> None:
+    script = argparse_script(DATASET.format(more), body)
+    _, chosen = entry(tmp_path, script)
+    assert chosen.full == ("--dataset", value)
+    assert chosen.invented == (f"dataset: {value}, the choice that needs no data",)
+    assert chosen.launched == ("--dataset", "FILL_IN_DATASET")
+    assert value in chosen.blanks[0].choices
+    # A person's own value, under another name of the option, is the only one.
+    assert entry(tmp_path, script, arguments="-d cifar10")[1].full == ("-d", "cifar10")
+
+
+def test_what_the_repository_starts_comes_before_a_choice(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("python train.py -d cifar10\n")
+    for more in ("", ", help='cifar10 | fake'", ", choices=['fake', 'cifar10']"):
+        _, chosen = entry(tmp_path, argparse_script(DATASET.format(more)))
+        assert chosen.full == chosen.launched == ("--dataset", "cifar10")
+        assert chosen.invented == ("dataset: cifar10, as in run.sh:1",)
+        assert chosen.blanks == ()
+    # One that the script refuses today does not.
+    _, chosen = entry(tmp_path, argparse_script(DATASET.format(", choices=['fake', 'lsun']")))
+    assert chosen.full == ("--dataset", "fake")
+
+
+@pytest.mark.parametrize(
+    ("more", "body", "lacking"),
+    [
+        (", help='cifar10 | lsun'", "", "dataset (one of cifar10, lsun)"),
+        (", choices=['a', 'b']", "", "dataset (one of a, b)"),
+        (", choices=known()", "", "dataset"),
+        (
+            "",
+            "if args.dataset == 'lsun' or 'c10' == args.dataset: pass",
+            "dataset (one of lsun, c10)",
+        ),
+    ],
+)
+def test_which_data_to_train_on_is_asked(
+    tmp_path: Path, more: str, body: str, lacking: str
+) -> None:
+    _, chosen = entry(tmp_path, argparse_script(DATASET.format(more), body))
+    assert chosen.lacking == (lacking,)
+    assert chosen.full == ()
+
+
+def test_other_choices(tmp_path: Path) -> None:
+    options = "\n".join(
+        f"parser.add_argument({one}, required=True)"
+        for one in (
+            "'--mode', choices=['eval', 'train']",
+            "'--task'",
+            "'--norm', help='layer | batch'",
+            "'--image-dir', help='train | test'",
+        )
+    )
+    _, chosen = entry(tmp_path, argparse_script(options, "if args.task == 'copy': pass"))
+    assert chosen.full == (
+        *("--mode", "train", "--task", "copy"),
+        *("--image-dir", "made-up-image_dir"),
+    )
+    # A help text alone is no ground to choose by, and a place is none of the words in it.
+    assert chosen.lacking == ("norm (one of layer, batch)",)
+    made = entry(tmp_path, argparse_script("parser.add_argument('image_dir', help='a | b')"))[1]
+    assert made.full == ("made-up-image_dir",)
+
+
+def test_a_launch_that_a_document_shows(tmp_path: Path) -> None:
+    options = "\n".join(
+        f"parser.add_argument({one})"
+        for one in ("'data'", "'--arch', choices=['a', 'b'], required=True")
+    )
+    (tmp_path / "README.md").write_text("python train.py cifar10 --arch=b\n")
+    assert entry(tmp_path, argparse_script(options))[1].full == ("cifar10", "--arch", "b")
+    (tmp_path / "README.md").write_text("python train.py [data] --arch ARCH\n")
+    _, chosen = entry(tmp_path, argparse_script(options))
+    assert chosen.full == ("made-up-data", "--arch", "a")
+
+
+def test_what_hydra_requires(tmp_path: Path) -> None:
+    conf = "net: {depth: 1}\ndata:\n  name: ???\n  folder: ???\nseed: ???\n"
+    script = HYDRA + "    print(config.data.name == 'fake', cfg['name'] in ('a', 'b'))\n"
+    _, chosen = entry(tmp_path, script, conf__base_yaml=conf)
+    assert chosen.lacking == ("seed",)
+    assert chosen.full == ("data.name=fake", "data.folder=made-up-folder")
+    assert chosen.launched == (*("data.name=FILL_IN_DATA_NAME", "data.folder=FILL_IN_DATA_FOLDER"),)
+
+
+def test_a_size_that_was_given_in_camel_case_stays(tmp_path: Path) -> None:
+    script = argparse_script("parser.add_argument('--batchSize', type=int, default=64)")
+    assert entry(tmp_path, script, arguments="--batchSize 8")[1].small == ("--batchSize", "8")

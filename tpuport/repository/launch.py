@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tpuport.foundation.files import write_atomically
+from tpuport.repository.sizes import Blank
 from tpuport.sharding.topology import Topology, find_topology
 
 
@@ -36,7 +37,7 @@ _RUN = """\
 #!/bin/sh
 # Starts the script; call it in the folder of the repository.
 set -eu
-exec {command}
+{blanks}exec {command}
 """
 
 _VM = """\
@@ -66,7 +67,7 @@ esac
 
 _JOBSET = """\
 # kubectl apply -f {file}
-# IMAGE is an image of yours with the repository in /project and tpuport[jax,tpu,train] installed.
+{blanks}# IMAGE is an image of yours, with the repository in /project and tpuport[jax,tpu,train].
 # The node pool: gcloud container node-pools create {name} --machine-type={machine} \\
 #   --tpu-topology={shape} --num-nodes={hosts}
 apiVersion: jobset.x-k8s.io/v1alpha2
@@ -106,7 +107,7 @@ spec:
 
 _SKY = """\
 # sky launch {file}
-name: {name}
+{blanks}name: {name}
 resources:
   accelerators: tpu-{accelerator}
   accelerator_args:
@@ -119,26 +120,33 @@ run: {run_command}
 
 
 def write_launch_files(
-    root: Path, out: Path, script: str, arguments: Sequence[str], options: Sequence[str], name: str
+    root: Path,
+    out: Path,
+    words: Sequence[str],
+    options: Sequence[str],
+    name: str,
+    blanks: Sequence[Blank] = (),
 ) -> list[str]:
     """Write `run.sh` and the launch files for a slice, and return their names.
 
     Args:
         root: The repository.
         out: Where the files go.
-        script: The script, relative to the repository.
-        arguments: Its arguments.
+        words: The script, relative to the repository, and its arguments.
         options: Options of `tpuport run`.
         name: The slice, such as `v6e-8`.
+        blanks: What in the arguments a person has to fill in: the files stop or say so.
 
     Raises:
         UsageError: there is no such slice.
     """
     topology = find_topology(name)
-    words = ["tpuport", "run", *options, script, *arguments]
+    words = ["tpuport", "run", *options, *words]
+    command = " ".join(_shell_word(word, blanks) for word in words)
+    asked = "".join(_asked(blank) for blank in blanks)
     files = {
-        "run.sh": _RUN.format(command=shlex.join(words)),
-        **_launch_files(root, out, topology, words),
+        "run.sh": _RUN.format(command=command, blanks=asked),
+        **_launch_files(root, out, topology, words, blanks),
     }
     for file, text in files.items():
         mode = 0o755 if file.endswith(".sh") else None
@@ -146,8 +154,31 @@ def write_launch_files(
     return list(files)
 
 
+def _shell_word(word: str, blanks: Sequence[Blank]) -> str:
+    """Quote a word for a shell, with a variable for a blank: `data.path="$FILL_IN_PATH"`."""
+    for blank in blanks:
+        if word.endswith(blank.variable):
+            start = word.removesuffix(blank.variable)
+            return f'{shlex.quote(start) if start else ""}"${blank.variable}"'
+    return shlex.quote(word)
+
+
+def _asked(blank: Blank) -> str:
+    """Return lines of a shell script that have a value filled in, or stop."""
+    hint = re.sub(r"[^\w ,.;:()/+=-]", " ", blank.hint)
+    return (
+        f"# After `:-` fill in {_line(blank.hint)}.\n"
+        f'{blank.variable}="${{{blank.variable}:-}}"\n'
+        f': "${{{blank.variable}:?Fill in {hint}}}"\n'
+    )
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _launch_files(
-    root: Path, out: Path, topology: Topology, words: Sequence[str]
+    root: Path, out: Path, topology: Topology, words: Sequence[str], blanks: Sequence[Blank]
 ) -> dict[str, str]:
     family, shape = topology.libtpu_name.split(":")
     generation = _GENERATIONS.get(family)
@@ -171,6 +202,9 @@ def _launch_files(
         "command": json.dumps(list(words)),
         "run_command": json.dumps(shlex.join(words)),
         "setup": _SETUP,
+        "blanks": "".join(
+            f"# Replace {blank.variable}: {_line(blank.hint)}.\n" for blank in blanks
+        ),
     }
     templates = {"tpu_vm.sh": _VM, "jobset.yaml": _JOBSET, "sky.yaml": _SKY}
     return {file: text.format(file=file, **values) for file, text in templates.items()}

@@ -124,9 +124,10 @@ def _launched(project: Repository, slice_name: str) -> dict[str, str]:
     wanted, entry = project.wanted, project.entry
     if entry is None:
         return {}
+    chosen = project.arguments
     written = write_launch_files(
-        *(wanted.root, wanted.out, entry.path),
-        *(project.arguments.full, wanted.run_options, slice_name),
+        *(wanted.root, wanted.out, [entry.path, *chosen.launched]),
+        *(wanted.run_options, slice_name, chosen.blanks),
     )
     compiled = {"compile.html": "memory and time on the slice"}
     there = compiled if (wanted.out / "compile.html").is_file() else {}

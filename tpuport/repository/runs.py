@@ -128,6 +128,8 @@ def verify_stage(project: Repository) -> StageRecord:
     )
     seen = _both_seen(work, results)
     result: dict[str, Any] = {"command": shown, "log": _log(work, results, ended), "seen": seen}
+    if chosen.blanks:
+        result["filled_in"] = [f"{blank.setting} {blank.value}" for blank in chosen.blanks]
     if arguments != chosen.full:
         result["smaller"] = list(chosen.changed)
     return _verified(ended, result, wanted, entry)
@@ -197,6 +199,8 @@ def _on_what(result: dict[str, Any]) -> str:
     """Return what a claim depends on: made-up data, small sizes."""
     made = [one["what"] for one in result["seen"]["made up"]]
     parts = []
+    if result.get("filled_in"):
+        parts.append(f"with {', '.join(result['filled_in'])} filled in")
     if made:
         more = f" and {len(made) - 2} more" if len(made) > 2 else ""
         parts.append(f"on made-up data ({', '.join(made[:2])}{more} could not be read)")
@@ -257,7 +261,7 @@ def fit_stage(project: Repository) -> StageRecord:
         if found["fits"] or larger is None or len(tried) >= _TRIALS:
             break
         name = larger
-    return _fitted(result, tried, wanted, by_script)
+    return _fitted(result, tried, project, by_script)
 
 
 def _compile(
@@ -304,8 +308,9 @@ def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) 
 
 
 def _fitted(
-    result: dict[str, Any], tried: Sequence[str], wanted: PortRequest, by_script: bool
+    result: dict[str, Any], tried: Sequence[str], project: Repository, by_script: bool
 ) -> StageRecord:
+    wanted, chosen = project.wanted, project.arguments
     found, name = result["compiled"], result["slice"]
     fits = bool(found["fits"])
     what = f"{found['model']}, {found['what']}"
@@ -320,7 +325,9 @@ def _fitted(
     if by_script:
         answer += " The model and the inputs are those of the script's first call"
         made = [one["what"] for one in result["seen"]["made up"]]
-        answer += f", on made-up data ({made[0]} could not be read)." if made else "."
+        answer += f", on made-up data ({made[0]} could not be read)" if made else ""
+        filled = [f"{blank.setting} {blank.value}" for blank in chosen.blanks]
+        answer += f", with {', '.join(filled)} filled in." if filled else "."
         if result["seen"]["autocast off"]:
             answer += " The script's autocast is not part of it."
         if found["what"] == "training step":

@@ -3,11 +3,18 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
+from tpuport.repository.choices import (
+    compared_values,
+    listed_names,
+    needs_no_data,
+    table_of,
+    words_of_help,
+)
 from tpuport.repository.hydra_files import find_config, launched_config
 from tpuport.repository.scripts import StartScript
 
@@ -27,11 +34,15 @@ _LIMITS = (
 _HEADS = re.compile(r"n_heads?|num_(attention_)?heads|nheads?")
 _WIDTH = re.compile(r"n_embd|hidden_size|d_model|embed_dim|dim_model")
 _SMALL_HEADS, _SMALL_WIDTH = 2, 64
+_MOST_SHOWN = 12
 _DATA = re.compile(r"data|dataset|root|path|dir|folder|corpus")
 _ORDER = (
     *("nano", "micro", "tiny", "mini", "small", "s", "base", "b", "medium", "m"),
     *("large", "l", "huge", "h", "giant", "g", "xl", "xxl"),
 )
+# What a document has where a person is to put a value.
+_BLANKS = ("/", "<", "$", "{", "[", "...", "path", "your", "my_", "xxx")
+_PLACE = re.compile(r"path|root|dir|folder|file")
 _NAMES_MODEL = re.compile(r"(\w+_)?(model|arch)(_name|_type)?")
 
 
@@ -44,6 +55,9 @@ class Option:
         flag: What the command line has in front of its value.
         default: Its default, if it is written down as a literal.
         choices: What it may be, if that is written down.
+        closed: Whether the script refuses what is none of its choices.
+        compared: Those with which the script compares it.
+        aliases: Its other names on the command line, without dashes in front.
         required: Whether the script cannot do without it.
         switch: The value that it gets by being named alone; None if it takes a value.
     """
@@ -52,8 +66,28 @@ class Option:
     flag: str
     default: Any = None
     choices: tuple[Any, ...] = ()
+    closed: bool = False
+    compared: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     required: bool = False
     switch: bool | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return its names as `_name_of` finds them on a command line."""
+        return (self.key, _name_of(self.name), *self.aliases)
+
+    @property
+    def is_data(self) -> bool:
+        """Return whether its name says that it is data, or where data is."""
+        return bool(_DATA.search(self.key))
+
+    @property
+    def shown_choices(self) -> str:
+        """Return what it may be, in words; nothing if that is not known."""
+        rest = len(self.choices) - _MOST_SHOWN
+        names = ", ".join(map(str, self.choices[:_MOST_SHOWN]))
+        return f"one of {names}{f' and {rest} more' if rest > 0 else ''}" if names else ""
 
     @property
     def key(self) -> str:
@@ -102,6 +136,29 @@ def _argparse_words(option: Option, value: Any) -> list[str]:
 
 
 @dataclass(frozen=True)
+class Blank:
+    """A setting that only a person can fill in: the comparison has a value that is made up.
+
+    Attributes:
+        variable: What stands for it in `ChosenArguments.launched`.
+        setting: Its name.
+        value: What the comparison has.
+        choices: What it may be, in words; empty if that is not known.
+    """
+
+    variable: str
+    setting: str
+    value: str
+    choices: str = ""
+
+    @property
+    def hint(self) -> str:
+        """Return what to fill in, in words."""
+        choices = f" ({self.choices})" if self.choices else ""
+        return f"{self.setting}{choices}; tpuport port compared with {self.value}"
+
+
+@dataclass(frozen=True)
 class ChosenArguments:
     """The arguments of a script, and where they are from.
 
@@ -109,8 +166,10 @@ class ChosenArguments:
         full: Arguments with the sizes of the script.
         small: The same with small sizes.
         changed: The settings that `small` changes: `name: from what to what`.
-        invented: The required settings that got a made-up value, as `name: value`.
-        lacking: Required settings for which nothing was found.
+        invented: The required settings that got a value, as `name: value, where it is from`.
+        lacking: Required settings for which nothing was found, with what they may be.
+        launched: Those of `full` with blanks where values are made up.
+        blanks: What a person has to fill in.
     """
 
     full: tuple[str, ...]
@@ -118,6 +177,8 @@ class ChosenArguments:
     changed: tuple[str, ...] = ()
     invented: tuple[str, ...] = ()
     lacking: tuple[str, ...] = ()
+    launched: tuple[str, ...] = ()
+    blanks: tuple[Blank, ...] = ()
 
 
 def choose_arguments(
@@ -129,7 +190,8 @@ def choose_arguments(
     """Complete the arguments of a script: with what it requires, and with small sizes.
 
     What was given comes first, then what a document or shell script of the repository gives for a
-    required setting, then a path that does not exist for data, whose files are made up.
+    required setting, then a choice that needs no data, then a path that does not exist for data,
+    whose files are made up.
 
     Args:
         settings: The settings of the script.
@@ -143,47 +205,86 @@ def choose_arguments(
     words = [*given]
     for name, value in changes.items():
         words += settings.words(name, value)
-    named = {_name_of(word) for word in words} | {name.replace("-", "_") for name in changes}
+    named = {_name_of(word) for word in (*words, *changes)}
     free = sum(not word.startswith("-") for word in given)
-    invented, lacking = [], []
+    invented, lacking, blanks = [], [], []
+    launched = [*words]
     shown = _launch_values(entry)
     for option in settings.options.values():
-        if not option.required or option.key in named or (not option.flag and free):
+        if not option.required or not named.isdisjoint(option.names) or (not option.flag and free):
             continue
-        value = shown.get(option.key)
-        if value is None or value.startswith(("/", "<", "$", "path")):
-            value = f"made-up-{option.key}" if _DATA.search(option.key) else None
-            value = str(option.choices[0]) if value is None and option.choices else value
-        if value is None:
-            lacking.append(option.name)
+        found = _value(option, shown)
+        if found is None:
+            choices = option.shown_choices
+            lacking.append(f"{option.name} ({choices})" if choices else option.name)
             continue
-        invented.append(f"{option.name}: {value}")
+        value, source, is_known = found
+        invented.append(f"{option.name}: {value}, {source}")
         words += settings.words(option.name, value)
+        if not is_known:
+            variable = f"FILL_IN_{re.sub(r'[^A-Z0-9]', '_', option.name.upper())}"
+            blanks.append(Blank(variable, option.name, value, option.shown_choices))
+            value = variable
+        launched += settings.words(option.name, value)
     if settings.style == HYDRA and not any("config-name" in word for word in words):
-        words += launched_config(entry)
+        config = launched_config(entry)
+        words, launched = words + config, launched + config
     small, changed = [*words], []
     for option, value in _smaller(settings):
-        if option.key in named or option.name in changes:
+        if not named.isdisjoint(option.names) or option.name in changes:
             continue
         small += settings.words(option.name, value)
         changed.append(f"{option.name}: {option.default} to {value}")
     return ChosenArguments(
-        tuple(words), tuple(small), tuple(changed), tuple(invented), tuple(lacking)
+        *(tuple(words), tuple(small), tuple(changed), tuple(invented), tuple(lacking)),
+        *(tuple(launched), tuple(blanks)),
     )
+
+
+def _value(option: Option, shown: Mapping[str, tuple[str, str]]) -> tuple[str, str, bool] | None:
+    """Return a value for a required setting, where it is from, and whether that is the repository.
+
+    None is for a person to find: which data to train on, or a number that no file gives.
+    """
+    names = option.names if option.flag else ("",)
+    value, place = next((shown[name] for name in names if name in shown), ("", ""))
+    is_one = not option.closed or not option.choices or value in map(str, option.choices)
+    if value and is_one and not value.lower().startswith(_BLANKS):
+        return value, f"as in {place}", True
+    if option.is_data and option.choices:
+        without = next((one for one in option.choices if needs_no_data(str(one))), None)
+        return None if without is None else (str(without), "the choice that needs no data", False)
+    if option.is_data:
+        made = f"made-up-{option.key}", "a path that is not there", False
+        return None if option.closed else made
+    choices = option.choices if option.closed else option.compared
+    if not choices:
+        return None
+    trains = next((str(one) for one in choices if str(one).lower().startswith("train")), None)
+    if trains is not None:
+        return trains, "the choice that trains", False
+    return str(choices[0]), f"the first of {len(choices)} choices", False
 
 
 def _name_of(word: str) -> str:
     return word.lstrip("-").partition("=")[0].rpartition(".")[2].replace("-", "_").lower()
 
 
-def _launch_values(entry: StartScript) -> dict[str, str]:
-    """Return the values of settings that the first line which starts the script gives."""
-    found: dict[str, str] = {}
+def _launch_values(entry: StartScript) -> dict[str, tuple[str, str]]:
+    """Return the values of settings that the first line which starts the script gives, and it.
+
+    That of a word in front of all settings has no name.
+    """
+    found: dict[str, tuple[str, str]] = {}
     for launch in reversed(entry.launches):
         words = launch.arguments
-        for word, value in zip(words, (*words[1:], "--"), strict=False):
-            if word.startswith("--") and not value.startswith("-") and "=" not in word:
-                found[_name_of(word)] = value
+        for word, following in zip(words, (*words[1:], "--"), strict=False):
+            flag, sign, value = word.partition("=")
+            value = value if sign else following
+            if (word.startswith("-") or sign) and not value.startswith("-"):
+                found[_name_of(flag)] = value, launch.place
+        if words and not words[0].startswith("-") and "=" not in words[0]:
+            found[""] = words[0], launch.place
     return found
 
 
@@ -261,17 +362,37 @@ def read_settings(script: Path, modules: Sequence[Path], entry: StartScript) -> 
     if any("hydra" in reason for reason in entry.reasons):
         config = find_config(script, entry)
         leaves = config.leaves() if config is not None else {}
-        options = {name: Option(name, name, default=value) for name, value in leaves.items()}
-        return ScriptSettings(HYDRA, options, names)
+        # What hydra writes for a value that a person has to give.
+        options = {
+            name: Option(name, name, default=value, required=value == "???")
+            for name, value in leaves.items()
+        }
+        return ScriptSettings(HYDRA, _with_compared(options, trees), names)
     options: dict[str, Option] = {}
+    tables = {name: table for tree in trees for name, table in listed_names(tree)}
     for tree in trees:
-        for option in _argparse_options(tree):
+        for option in _argparse_options(tree, tables):
             options.setdefault(option.name, option)
+    options = _with_compared(options, trees)
     if options:
         return ScriptSettings(ARGPARSE, options, names)
     if trees and _executes_overrides(trees[0]):
         return ScriptSettings(GLOBALS, dict(_globals(trees[0])), names)
     return ScriptSettings(UNKNOWN, {}, names)
+
+
+def _with_compared(options: Mapping[str, Option], trees: Sequence[ast.Module]) -> dict[str, Option]:
+    """Return settings with what the script compares them with, if they take any value."""
+    compared: dict[str, list[str]] = {}
+    for name, value in (pair for tree in trees for pair in compared_values(tree)):
+        compared.setdefault(name, []).append(value)
+    found = {}
+    for name, option in options.items():
+        attribute = option.name.rpartition(".")[2].replace("-", "_")
+        more = () if option.closed or not option.required else compared.get(attribute, ())
+        choices = tuple(dict.fromkeys((*option.choices, *more)))
+        found[name] = replace(option, choices=choices, compared=tuple(dict.fromkeys(more)))
+    return found
 
 
 def _parse(path: Path) -> ast.Module | None:
@@ -294,26 +415,39 @@ def _text(node: ast.Constant) -> bool:
     return isinstance(node.value, str)
 
 
-def _argparse_options(tree: ast.Module) -> Iterator[Option]:
+def _argparse_options(tree: ast.Module, tables: Mapping[str, tuple[Any, ...]]) -> Iterator[Option]:
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="add_argument"), args=args, keywords=keywords):
                 flags = [a.value for a in args if isinstance(a, ast.Constant) and _text(a)]
                 if flags:
-                    yield _option(flags, {k.arg: k.value for k in keywords})
+                    yield _option(flags, {k.arg: k.value for k in keywords}, tables)
 
 
-def _option(flags: Sequence[Any], given: Mapping[str | None, ast.expr]) -> Option:
+def _option(
+    flags: Sequence[Any],
+    given: Mapping[str | None, ast.expr],
+    tables: Mapping[str, tuple[Any, ...]],
+) -> Option:
     flag = max(flags, key=len)
     action = _literal(given.get("action"))
     choices = _literal(given.get("choices"))
+    if not isinstance(choices, list | tuple):
+        choices = table_of(given.get("choices"), tables)
+    closed = "choices" in given
+    kind, text = given.get("type"), _literal(given.get("help"))
+    is_text = isinstance(text, str) and (kind is None or ast.unparse(kind) == "str")
+    if not closed and is_text and not _PLACE.search(flag.lower()):
+        choices = words_of_help(text)
     positional = not flag.startswith("-")
     optional = _literal(given.get("nargs")) in ("?", "*") or "default" in given
     return Option(
         name=flag.lstrip("-"),
         flag="" if positional else flag,
         default=_literal(given.get("default")),
-        choices=tuple(choices) if isinstance(choices, list | tuple) else (),
+        choices=tuple(choices),
+        closed=closed,
+        aliases=tuple(_name_of(other) for other in flags if other != flag),
         required=_literal(given.get("required")) is True or (positional and not optional),
         switch={"store_true": True, "store_false": False}.get(action) if action else None,
     )

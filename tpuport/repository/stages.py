@@ -264,7 +264,9 @@ def entry_stage(project: Repository) -> StageRecord:
             *("entry", NEEDS_YOU, "read", f"{answer} It needs {needs}."),
             *("give the values after --, or with --set", result),
         )
-    return StageRecord("entry", DONE, "read", answer, "", result)
+    ask = "; ".join(f"fill in {blank.hint}" for blank in chosen.blanks)
+    ask = f"{ask}: run.sh and the launch files have a blank for it" if ask else ""
+    return StageRecord("entry", DONE, "read", answer, ask, result)
 
 
 def patch_stage(project: Repository) -> StageRecord:
