@@ -58,6 +58,7 @@ class Net(nn.Module):
 """
 EQUAL = {
     "failure": "",
+    "programs": 1,
     "passed": True,
     "stages": [
         {
@@ -218,6 +219,11 @@ def test_stages_are_done_once(
             "fails in eager PyTorch, before anything is ported: ModuleNotFoundError",
         ),
         (Finished(1, json.dumps({"failure": "boom"}), ""), "failed", "fails when it is ported"),
+        (
+            Finished(1, json.dumps({**EQUAL, "passed": False, "programs": 0}), ""),
+            "needs you",
+            "nothing of it was ported",
+        ),
         (
             Finished(1, json.dumps({**EQUAL, "passed": False}), ""),
             "failed",

@@ -97,6 +97,7 @@ def test_a_script_that_agrees(verified):
     found = json.loads((folder / "verify-train" / "verify.json").read_text())
     assert found["passed"]
     counts = {c["what"]: c["count"] for stage in found["stages"] for c in stage["checks"]}
+    assert found["programs"] == 3
     assert counts == {
         "optimizers, parameters": 6,
         "values at the start": 6,
@@ -291,6 +292,8 @@ import os
 import torch
 from torch import nn
 
+if torch.cuda.is_available():  # something is ported
+    nn.Linear(2, 2).cuda()(torch.ones(1, 2).cuda())
 torch.manual_seed(0)
 first, second = nn.Linear(40, 8), nn.Linear(8, 1)
 optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 1e-2)
@@ -449,6 +452,15 @@ def test_eager_draws_what_the_programs_of_all_calls_draw(verify_text, fault):
     assert plain.losses != same.losses
     if not fault:
         assert np.allclose(np.array(same.losses[-1]), np.array(ported.losses[-1]), rtol=1e-4)
+
+
+def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:
+    text = KINK.replace("torch.cuda.is_available()", "False").replace("1e-8", "1e-3")
+    text = text.replace("-1e-3 if second_run else ", "")
+    found = verify_text("kink.py", text, None, "--plain", "--steps=2")
+    assert [stage["passed"] for stage in found["stages"]] == [True] * 3
+    assert (found["passed"], found["programs"]) == (False, 0)
+    assert any("Nothing was ported" in note for note in found["notes"])
 
 
 def test_rounding_is_given_up_before_the_command_is(verify_text, monkeypatch):

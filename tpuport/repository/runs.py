@@ -183,6 +183,10 @@ def _verified(
         answer += f": {error}" if (error := _last_error(result["log"])) else "."
         ask = "see the end of its output; `--run-option` passes options to `tpuport run`"
         return StageRecord("verify", FAILED, "run", answer, ask, result)
+    if not found["programs"]:
+        answer = "The script runs, and nothing of it was ported: it calls no module on CUDA."
+        ask = "give the argument with which it uses CUDA after --, or with --set"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if not found["passed"]:
         wrong = [stage["name"] for stage in found["stages"] if not stage["passed"]]
         answer = f"The port differs from eager PyTorch in {', '.join(wrong)}."

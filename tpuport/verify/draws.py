@@ -113,6 +113,12 @@ def replayed(settings: dict[str, Any]) -> Iterator[None]:
         Path(settings["folder"], _RESULT).write_text(text)
 
 
+def count_programs(folder: Path) -> int:
+    """Return how many calls of a run were programs."""
+    file = folder / _FILE
+    return len(json.loads(file.read_text())) if file.exists() else 0
+
+
 def drew(folder: Path) -> Path | None:
     """Return the file of the programs of a run if one of them drew random numbers."""
     file = folder / _FILE

@@ -21,7 +21,7 @@ from tpuport.verify.compare import (
     numbers,
     shown_problems,
 )
-from tpuport.verify.draws import NOTED, REPLAYED, drew, why_not_replayed
+from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_replayed
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
@@ -39,6 +39,10 @@ STAGES = ("interface", "numbers", "behaviour")
 _MOST_SHOWN = 3
 # The name of the run of eager PyTorch on the port's random numbers.
 _REPLAYED = "replayed"
+_NOTHING_PORTED = (
+    "Nothing was ported, so that eager PyTorch was compared with itself: no module was called on"
+    " CUDA. Have the script use it, by its arguments."
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Verification:
         failure: What the ported run printed last, if it failed; then there are no stages.
         notes: What a reader has to know.
         folder: Where the recordings, outputs and written files of both runs are.
+        programs: How many calls of the ported run were programs.
     """
 
     script: str
@@ -62,11 +67,16 @@ class Verification:
     failure: str
     notes: Sequence[str]
     folder: str
+    programs: int
 
     @property
     def passed(self) -> bool:
-        """Return whether all stages were reached and agree."""
-        return len(self.stages) == len(STAGES) and all(stage.passed for stage in self.stages)
+        """Return whether something was ported, and all stages were reached and agree."""
+        return (
+            self.programs > 0
+            and len(self.stages) == len(STAGES)
+            and all(stage.passed for stage in self.stages)
+        )
 
     def to_json(self) -> str:
         """Return everything as JSON."""
@@ -128,6 +138,9 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
         what, reference, settings, notes = _on_same_numbers(what, eager, ported, out)
         stages, more = _compared(what, reference, ported, out, limits, settings)
         notes += more
+    programs = count_programs(ported.folder)
+    if not failed and not programs:
+        notes.append(_NOTHING_PORTED)
     found = Verification(
         str(what.script),
         what.steps,
@@ -136,6 +149,7 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
         ported.tail if failed else "",
         [*_notes(eager, what, stages), *notes],
         str(out),
+        programs,
     )
     (out / RESULT).write_text(found.to_json())
     return found
