@@ -281,3 +281,34 @@ def test_what_hydra_requires(tmp_path: Path) -> None:
 def test_a_size_that_was_given_in_camel_case_stays(tmp_path: Path) -> None:
     script = argparse_script("parser.add_argument('--batchSize', type=int, default=64)")
     assert entry(tmp_path, script, arguments="--batchSize 8")[1].small == ("--batchSize", "8")
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("'--accel', action='store_true', default=False", ("--accel",)),
+        ("'--use-cuda', action='store_true'", ("--use-cuda",)),
+        ("'--cuda', type=bool, default=False", ("--cuda", "True")),
+        ("'--device', default='cpu'", ("--device", "cuda")),
+        ("'--device', default='cpu', choices=['cpu', 'gpu']", ("--device", "gpu")),
+        ("'--device', default='cpu', choices=['cpu', 'mps']", ()),
+        ("'--device', default='cuda:0'", ()),
+        ("'--no-cuda', action='store_true'", ()),
+        ("'--cuda', action='store_false'", ()),
+        ("'--gpu', type=int", ()),
+    ],
+)
+def test_the_accelerator_is_asked_for(tmp_path: Path, option: str, words: tuple[str, ...]) -> None:
+    """Nothing is ported otherwise, in the comparison as little as on a slice."""
+    script = argparse_script(f"parser.add_argument({option})")
+    chosen = entry(tmp_path, script)[1]
+    assert chosen.full == chosen.launched == words
+    assert len(chosen.invented) == bool(words)
+    if len(words) == 2:
+        given = f"{words[0]}=cpu"
+        assert entry(tmp_path, script, arguments=given)[1].full == (given,)
+
+
+def test_a_global_that_names_the_cpu(tmp_path: Path) -> None:
+    script = GLOBALS.replace("compile = True", "device = 'cpu'")
+    assert entry(tmp_path, script)[1].full == ("--device=cuda",)

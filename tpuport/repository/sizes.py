@@ -43,6 +43,9 @@ _ORDER = (
 # What a document has where a person is to put a value.
 _BLANKS = ("/", "<", "$", "{", "[", "...", "path", "your", "my_", "xxx")
 _PLACE = re.compile(r"path|root|dir|folder|file")
+# Settings without which a script computes on the CPU, where nothing is ported.
+_ACCELERATOR = re.compile(r"(use_|enable_|with_)?(cuda|gpu|accel|accelerator)")
+_DEVICE = re.compile(r"device(_type|_name)?")
 _NAMES_MODEL = re.compile(r"(\w+_)?(model|arch)(_name|_type)?")
 
 
@@ -166,7 +169,7 @@ class ChosenArguments:
         full: Arguments with the sizes of the script.
         small: The same with small sizes.
         changed: The settings that `small` changes: `name: from what to what`.
-        invented: The required settings that got a value, as `name: value, where it is from`.
+        invented: The settings that got a value, as `name: value, where it is from`.
         lacking: Required settings for which nothing was found, with what they may be.
         launched: Those of `full` with blanks where values are made up.
         blanks: What a person has to fill in.
@@ -207,63 +210,93 @@ def choose_arguments(
         words += settings.words(name, value)
     named = {_name_of(word) for word in (*words, *changes)}
     free = sum(not word.startswith("-") for word in given)
-    invented, lacking, blanks = [], [], []
-    launched = [*words]
     shown = _launch_values(entry)
+    filled: list[_Filled] = []
+    lacking: list[str] = []
     for option in settings.options.values():
-        if not option.required or not named.isdisjoint(option.names) or (not option.flag and free):
+        if not named.isdisjoint(option.names):
+            continue
+        if not option.required or (not option.flag and free):
+            filled += _on_accelerator(option)
             continue
         found = _value(option, shown)
-        if found is None:
+        filled += found
+        if not found:
             choices = option.shown_choices
             lacking.append(f"{option.name} ({choices})" if choices else option.name)
-            continue
-        value, source, is_known = found
-        invented.append(f"{option.name}: {value}, {source}")
-        words += settings.words(option.name, value)
-        if not is_known:
-            variable = f"FILL_IN_{re.sub(r'[^A-Z0-9]', '_', option.name.upper())}"
-            blanks.append(Blank(variable, option.name, value, option.shown_choices))
-            value = variable
-        launched += settings.words(option.name, value)
+    full, launched = [*words], [*words]
+    for one in filled:
+        full += settings.words(one.option.name, one.value)
+        launched += settings.words(one.option.name, one.blank.variable if one.blank else one.value)
     if settings.style == HYDRA and not any("config-name" in word for word in words):
         config = launched_config(entry)
-        words, launched = words + config, launched + config
-    small, changed = [*words], []
+        full, launched = full + config, launched + config
+    small, changed = [*full], []
     for option, value in _smaller(settings):
-        if not named.isdisjoint(option.names) or option.name in changes:
-            continue
-        small += settings.words(option.name, value)
-        changed.append(f"{option.name}: {option.default} to {value}")
+        if named.isdisjoint(option.names):
+            small += settings.words(option.name, value)
+            changed.append(f"{option.name}: {option.default} to {value}")
+    invented = [f"{one.option.name}: {one.value}, {one.source}" for one in filled]
+    blanks = [one.blank for one in filled if one.blank is not None]
     return ChosenArguments(
-        *(tuple(words), tuple(small), tuple(changed), tuple(invented), tuple(lacking)),
+        *(tuple(full), tuple(small), tuple(changed), tuple(invented), tuple(lacking)),
         *(tuple(launched), tuple(blanks)),
     )
 
 
-def _value(option: Option, shown: Mapping[str, tuple[str, str]]) -> tuple[str, str, bool] | None:
-    """Return a value for a required setting, where it is from, and whether that is the repository.
+@dataclass(frozen=True)
+class _Filled:
+    """A value for a setting, where it is from, and whether that is the repository."""
 
-    None is for a person to find: which data to train on, or a number that no file gives.
+    option: Option
+    value: str
+    source: str
+    is_known: bool = False
+
+    @property
+    def blank(self) -> Blank | None:
+        """Return what a person has to fill in for it."""
+        if self.is_known:
+            return None
+        name = re.sub(r"[^A-Z0-9]", "_", self.option.name.upper())
+        return Blank(f"FILL_IN_{name}", self.option.name, self.value, self.option.shown_choices)
+
+
+def _value(option: Option, shown: Mapping[str, tuple[str, str]]) -> list[_Filled]:
+    """Return a value for a required setting, if there is one.
+
+    Others are for a person to find: which data to train on, or a number that no file gives.
     """
     names = option.names if option.flag else ("",)
     value, place = next((shown[name] for name in names if name in shown), ("", ""))
     is_one = not option.closed or not option.choices or value in map(str, option.choices)
     if value and is_one and not value.lower().startswith(_BLANKS):
-        return value, f"as in {place}", True
+        return [_Filled(option, value, f"as in {place}", is_known=True)]
     if option.is_data and option.choices:
-        without = next((one for one in option.choices if needs_no_data(str(one))), None)
-        return None if without is None else (str(without), "the choice that needs no data", False)
+        without = [str(one) for one in option.choices if needs_no_data(str(one))]
+        return [_Filled(option, one, "the choice that needs no data") for one in without[:1]]
     if option.is_data:
-        made = f"made-up-{option.key}", "a path that is not there", False
-        return None if option.closed else made
-    choices = option.choices if option.closed else option.compared
-    if not choices:
-        return None
-    trains = next((str(one) for one in choices if str(one).lower().startswith("train")), None)
-    if trains is not None:
-        return trains, "the choice that trains", False
-    return str(choices[0]), f"the first of {len(choices)} choices", False
+        made = _Filled(option, f"made-up-{option.key}", "a path that is not there")
+        return [] if option.closed else [made]
+    choices = [str(one) for one in (option.choices if option.closed else option.compared)]
+    trains = [one for one in choices if one.lower().startswith("train")]
+    if trains:
+        return [_Filled(option, trains[0], "the choice that trains")]
+    return [_Filled(option, one, f"the first of {len(choices)} choices") for one in choices[:1]]
+
+
+def _on_accelerator(option: Option) -> list[_Filled]:
+    """Return the value with which a script computes on CUDA if its default does not."""
+    value = None
+    if _ACCELERATOR.fullmatch(option.key) and (
+        option.switch or (option.switch is None and option.default is False)
+    ):
+        value = "True"
+    elif _DEVICE.fullmatch(option.key) and str(option.default).lower() == "cpu":
+        names = [name for name in ("cuda", "gpu") if not option.closed or name in option.choices]
+        value = names[0] if names else None
+    source = "as only what is on CUDA is ported"
+    return [] if value is None else [_Filled(option, value, source, is_known=True)]
 
 
 def _name_of(word: str) -> str:
