@@ -59,6 +59,7 @@ class Net(nn.Module):
 EQUAL = {
     "failure": "",
     "programs": 1,
+    "undecided": "",
     "passed": True,
     "stages": [
         {
@@ -225,6 +226,18 @@ def test_stages_are_done_once(
             "nothing of it was ported",
         ),
         (
+            Finished(
+                1,
+                json.dumps(
+                    {**EQUAL, "passed": False, "within": "losses within 2e-3", "notes": ["<note>"]}
+                    | {"undecided": "no time"}
+                ),
+                "",
+            ),
+            "needs you",
+            "The port has losses within 2e-3 of eager PyTorch; could not be told from rounding: no",
+        ),
+        (
             Finished(1, json.dumps({**EQUAL, "passed": False}), ""),
             "failed",
             "differs from eager PyTorch",
@@ -247,6 +260,8 @@ def test_what_a_run_came_to(
     found = json.loads(text)["stages"]["verify"]
     assert (code, found["state"]) == ({"needs you": 4, "failed": 1}[state], state)
     assert answer in found["answer"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert ("&lt;note&gt;" in page) == ("no time" in page) == ("no time" in ended.output)
     if "zarr" in ended.tail:
         assert found["next"] == "install zarr"
     elif "eager PyTorch, before" in found["answer"]:

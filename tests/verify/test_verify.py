@@ -203,11 +203,11 @@ def test_it_is_none_where_eager_drew_other_numbers_either(verified, monkeypatch)
     eager, ported, disturbed = (
         FinishedRun(results / side, 0, ()) for side in ("eager", "ported", "disturbed")
     )
-    monkeypatch.setattr(report, "run", lambda *given: disturbed)
+    monkeypatch.setattr(report, "run", lambda *given, **options: disturbed)
     what = VerifiedScript(Path("train.py"))
-    stages, notes = report._compared(what, eager, ported, results, Limits(), None)
+    stages, notes, undecided = report._compared(what, eager, ported, results, Limits(), None, 60)
     assert [stage.passed for stage in stages] == [True] * 3
-    assert notes == []
+    assert (notes, undecided) == ([], "")
 
 
 @pytest.mark.parametrize(
@@ -463,8 +463,26 @@ def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:
     assert any("Nothing was ported" in note for note in found["notes"])
 
 
-def test_rounding_is_given_up_before_the_command_is(verify_text, monkeypatch):
-    monkeypatch.setattr(rounding, "_MOST_SECONDS", 0.0)
-    found = verify_text("kink.py", KINK, None, "--plain", "--steps=2")
-    assert (found["passed"], found["failure"]) == (False, "")
-    assert any("would take more than 0 minutes" in note for note in found["notes"])
+@pytest.mark.parametrize(
+    ("seconds", "why"),
+    [(0.0, "would take more than 0 seconds"), (0.5, "a run of it was stopped")],
+)
+def test_a_difference_for_which_there_was_no_time_is_neither(
+    verify_text, monkeypatch, seconds: float, why: str
+) -> None:
+    monkeypatch.setattr(report, "_LEAST_ROUNDING_S", seconds)
+    monkeypatch.setattr(rounding, "_SLOWER", 0.01 if not seconds else 0.0)
+    found = verify_text("kink.py", KINK, None, "--plain", "--steps=2", "--minutes=0.01")
+    assert (found["passed"], found["failure"], found["verdict"]) == (False, "", "undecided")
+    assert why in found["undecided"]
+    assert found["within"].startswith("gradients of step 1 within ")
+    # What is no matter of size is a difference, whatever the time.
+    results = Path("verify-kink")
+    runs = {side: FinishedRun(results / side, 0, seconds=9.0) for side in ("eager", "ported")}
+    edit_record(results / "ported", lambda record: record["losses"][0].append(1.0))
+    what = VerifiedScript(Path("kink.py"), plain=True)
+    stages, _, undecided = report._compared(
+        *(what, runs["eager"], runs["ported"], results, Limits(), {}, 0.0)
+    )
+    assert not stages[1].passed
+    assert undecided == ""

@@ -36,12 +36,14 @@ Steps = Annotated[
     ),
 ]
 Minutes = Annotated[
-    float,
+    float | None,
     typer.Option(
         min=0.01,
         metavar="M",
+        show_default=False,
         rich_help_panel=_RUNS,
-        help="Stop running after this time, and compiling as well.",
+        help="Stop running after this time, and compiling as well. Fifteen if left out, and five "
+        "to tell a difference from rounding.",
     ),
 ]
 Slice = Annotated[
@@ -112,7 +114,7 @@ def port(
     entry: Entry = None,
     run: Run = False,
     steps: Steps = 3,
-    minutes: Minutes = 15.0,
+    minutes: Minutes = None,
     run_option: options.RunOptions = None,
     set_: Changes = None,
     full_size: FullSize = False,

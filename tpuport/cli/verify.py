@@ -47,6 +47,17 @@ Before = Annotated[
         help="A Python file that both runs execute before the script, as `__before__`.",
     ),
 ]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        metavar="M",
+        show_default=False,
+        rich_help_panel=_RUNS,
+        help="Begin no more runs after this time to tell a difference from rounding, and stop the "
+        "one that is going on; a minute is left for them in any case. Seven for them if left out.",
+    ),
+]
 Out = Annotated[
     Path | None,
     typer.Option(
@@ -69,6 +80,7 @@ def verify(
     plain: Plain = False,
     run_option: options.RunOptions = None,
     before: Before = None,
+    minutes: Minutes = None,
     out: Out = None,
     report: options.ReportFile = None,
     as_json: options.AsJson = False,
@@ -78,7 +90,8 @@ def verify(
     Each run is a process of its own with the same seeds. Compared are the
     interface, then losses and gradients of the first step, then losses,
     parameters, buffers, optimizer state and written files after N steps. Exit
-    code 1 if the two differ, 2 if the script fails in eager PyTorch.
+    code 1 if the two differ, also if that could not be told from rounding, and 2
+    if the script fails in eager PyTorch.
     """
     with errors_as_exit_codes("tpuport verify"):
         from tpuport.verify.compare import Limits
@@ -88,7 +101,10 @@ def verify(
         options.check_report_name(report)
         what = VerifiedScript(script, args or (), steps, seed, plain, run_option or (), before)
         say(f"tpuport verify: running {script} twice")
-        found = verify_script(what, out or Path(f"verify-{script.stem}"), Limits(rtol, drift))
+        found = verify_script(
+            *(what, out or Path(f"verify-{script.stem}"), Limits(rtol, drift)),
+            None if minutes is None else 60 * minutes,
+        )
         present(found, report, as_json=as_json)
     if not found.passed:
         raise typer.Exit(FAILED)

@@ -89,6 +89,8 @@ class RepositoryReport:
             rows=rows,
             how=_HOW,
             checks=checks,
+            notes=self._verification().get("notes", ()),
+            undecided=self._verification().get("undecided", ""),
             todo=self.stages["read"].result.get("todo", []),
             candidates=self.stages["entry"].result.get("candidates", []),
             arguments=self.stages["entry"].result.get("arguments"),

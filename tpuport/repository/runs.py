@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,14 +117,15 @@ def verify_stage(project: Repository) -> StageRecord:
         return StageRecord("verify", NOT_ASKED, "run", answer, ask, {"command": shown})
     work = prepare_workspace(project, entry)
     results = work.folder / "verify"
-    command[1:1] = ["--out", str(results), "--before", str(work.before)]
+    left = max(1.0, wanted.rounding_minutes - (time.monotonic() - project.began) / 60)
+    command[1:1] = ["--out", str(results), "--before", str(work.before), f"--minutes={left:.2f}"]
     if "/" in entry.path:
         command[1:1] = [f"--run-option=--path={work.copy}"]
     ended = run_command(
         command,
         folder=work.copy,
         log=work.folder / "verify.log",
-        seconds=60 * wanted.minutes,
+        seconds=60 * wanted.most_minutes,
         environment=work.environment(),
     )
     seen = _both_seen(work, results)
@@ -132,7 +134,8 @@ def verify_stage(project: Repository) -> StageRecord:
         result["filled_in"] = [f"{blank.setting} {blank.value}" for blank in chosen.blanks]
     if arguments != chosen.full:
         result["smaller"] = list(chosen.changed)
-    return _verified(ended, result, wanted, entry)
+    made_steps = (results / "ported" / "record.json").exists()
+    return _verified(ended, result, wanted, entry, made_steps=made_steps)
 
 
 def _both_seen(work: Workspace, results: Path) -> dict[str, list[dict[str, str]]]:
@@ -157,7 +160,12 @@ def _tail(file: Path, lines: int = 25) -> str:
 
 
 def _verified(
-    ended: Finished, result: dict[str, Any], wanted: PortRequest, entry: StartScript
+    ended: Finished,
+    result: dict[str, Any],
+    wanted: PortRequest,
+    entry: StartScript,
+    *,
+    made_steps: bool,
 ) -> StageRecord:
     found = _json(ended.output)
     refused = [one["what"] for one in result["seen"]["refused write"]]
@@ -165,8 +173,13 @@ def _verified(
         answer = f"The script writes outside of the repository, which is refused: {refused[0]}."
         ask = "let it write below the repository, by its arguments or --set"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+    if ended.status is None and made_steps:
+        answer = "Both runs made their steps; what they gave was not compared in"
+        answer += f" {wanted.most_minutes:g} minutes."
+        ask = "give more time with --minutes"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if ended.status is None:
-        answer = f"The script did not make {wanted.steps} steps in {wanted.minutes:g} minutes."
+        answer = f"The script did not make {wanted.steps} steps in {wanted.most_minutes:g} minutes."
         ask = "give the script smaller sizes after -- or with --set, or more time with --minutes"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if ended.status == 2 or found is None:
@@ -186,6 +199,11 @@ def _verified(
     if not found["programs"]:
         answer = "The script runs, and nothing of it was ported: it calls no module on CUDA."
         ask = "give the argument with which it uses CUDA after --, or with --set"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+    if found["undecided"]:
+        answer = f"The port has {found['within']} of eager PyTorch{_on_what(result)}; could not be"
+        answer += f" told from rounding: {found['undecided']}."
+        ask = "give the search more time with --minutes, or compare fewer steps with --steps"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if not found["passed"]:
         wrong = [stage["name"] for stage in found["stages"] if not stage["passed"]]
@@ -289,7 +307,7 @@ def _compile(
         ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
         folder=work.copy,
         log=work.folder / "compile.log",
-        seconds=60 * wanted.minutes,
+        seconds=60 * wanted.most_minutes,
         environment={**work.environment(), SETTINGS: str(file)},
     )
     if page.is_file():
@@ -301,7 +319,7 @@ def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) 
     late = ended.status is None
     answer = "The model was not compiled"
     if late:
-        answer += f" in {wanted.minutes:g} minutes."
+        answer += f" in {wanted.most_minutes:g} minutes."
     else:
         answer += f": {error}" if (error := _last_error(result["log"])) else "."
     ask = "give more time with --minutes, or smaller sizes with --set"

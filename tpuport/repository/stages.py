@@ -2,6 +2,7 @@
 
 import difflib
 import hashlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -36,6 +37,8 @@ from tpuport.repository.sizes import (
 
 DONE, NEEDS_YOU, NOT_ASKED, FAILED = "done", "needs you", "not asked", "failed"
 _MOST_FINDINGS = 200
+# Minutes: of a run, and of all but compiling.
+_STOPPED_AFTER, _IN_TIME = 15.0, 5.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class PortRequest:
         steps: The optimizer steps to compare.
         model: A function for `tpuport compile`, as `file.py:function`.
         slice_name: The slice of TPUs, such as `v6e-8`; None for the smallest that fits.
-        minutes: The time that running, and compiling, may take.
+        minutes: The time that running, and compiling, may take; None for the usual one, with less
+            to tell a difference from rounding.
         run_options: Options of `tpuport run`.
         changes: Settings of the script by name.
         full_size: Whether the comparison has the sizes of the script, not small ones.
@@ -67,12 +71,22 @@ class PortRequest:
     steps: int = 5
     model: str | None = None
     slice_name: str | None = None
-    minutes: float = 15.0
+    minutes: float | None = None
     run_options: Sequence[str] = ()
     changes: Mapping[str, str] = field(default_factory=dict)
     full_size: bool = False
     made_up: bool = True
     autocast: bool = False
+
+    @property
+    def most_minutes(self) -> float:
+        """Return the minutes after which running, or compiling, is stopped."""
+        return _STOPPED_AFTER if self.minutes is None else self.minutes
+
+    @property
+    def rounding_minutes(self) -> float:
+        """Return the minutes after which no more is done to tell a difference from rounding."""
+        return _IN_TIME if self.minutes is None else self.minutes
 
 
 @dataclass(frozen=True)
@@ -108,6 +122,7 @@ class Repository:
     checked: list[Checked]
     problems: tuple[str, ...]
     entries: list[StartScript]
+    began: float = field(default_factory=time.monotonic)
 
     @cached_property
     def entry(self) -> StartScript | None:

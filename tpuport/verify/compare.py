@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,7 @@ class Comparison:
         problems: What is not even comparable, or beyond the limit.
         errors: Each difference by name.
         allowed: Larger limits, by name.
+        apart: How many differences are beyond their limit, and finite.
     """
 
     what: str
@@ -48,6 +50,12 @@ class Comparison:
     problems: list[str] = field(default_factory=list)
     errors: dict[str, float] = field(default_factory=dict)
     allowed: dict[str, float] = field(default_factory=dict)
+    apart: int = 0
+
+    @property
+    def may_be_rounding(self) -> bool:
+        """Return whether all that is wrong are numbers that are beyond a limit."""
+        return len(self.problems) == self.apart
 
     @property
     def passed(self) -> bool:
@@ -67,6 +75,7 @@ class Comparison:
             self.error, self.worst = error, name
         limit = max(self.limit, self.allowed.get(name, 0.0))
         if not error <= limit:
+            self.apart += math.isfinite(error)
             self.problems.append(f"{name}: {error:.1e} apart, more than {limit:.0e}")
 
 

@@ -5,12 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.guarded import run_guarded
 
 EAGER, PORTED = "eager", "ported"
 # Eager PyTorch again, with what rounding could add to the gradients.
@@ -48,11 +50,24 @@ class VerifiedScript:
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """One run: where its recordings, its output and its files are, and how it ended."""
+    """One run.
+
+    Attributes:
+        folder: Where its recordings, its output and its files are.
+        status: Its exit status; None if it was stopped after its time.
+        overwritten: The files that it changed.
+        seconds: What it took.
+    """
 
     folder: Path
-    status: int
-    overwritten: tuple[str, ...]
+    status: int | None
+    overwritten: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def recorded(self) -> bool:
+        """Return whether it came to its end and wrote what it recorded."""
+        return self.status == 0 and (self.folder / "record.json").exists()
 
     @property
     def tail(self) -> str:
@@ -78,7 +93,11 @@ def prepare(out: Path, script: Path) -> None:
 
 
 def run(
-    what: VerifiedScript, side: str, out: Path, settings: Mapping[str, Any] | None = None
+    what: VerifiedScript,
+    side: str,
+    out: Path,
+    settings: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
 ) -> FinishedRun:
     """Run the script and gather what it recorded and wrote.
 
@@ -90,6 +109,7 @@ def run(
         side: The name of the run; only `PORTED` is ported.
         out: The folder for the results.
         settings: Of the recorder, and of what is around the script.
+        seconds: The time after which it is stopped, with all that it started; None for any.
     """
     folder = (out / side).resolve()
     folder.mkdir()
@@ -105,19 +125,21 @@ def run(
     before = _files(roots, out.resolve())
     folders = _folders(roots, out.resolve())
     command = [*_command(what, side, script), str(recorder), str(file), str(what.script)]
+    started = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
-        done = subprocess.run(
+        status = run_guarded(
             [*command, *what.arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONHASHSEED": str(what.seed)},
-            check=False,
+            seconds=seconds,
+            environment={"PYTHONHASHSEED": str(what.seed)},
         )
+    took = time.monotonic() - started
     overwritten = _gather(roots, before, _files(roots, out.resolve()), folder / "files")
     for made in sorted(_folders(roots, out.resolve()) - folders, reverse=True):
         if not any(made.iterdir()):
             made.rmdir()
-    return FinishedRun(folder, done.returncode, overwritten)
+    return FinishedRun(folder, status, overwritten, took)
 
 
 def _command(what: VerifiedScript, side: str, script: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,7 +37,10 @@ from tpuport.verify.rounding import ExplainedStage, Rounding
 from tpuport.verify.stage_table import stage_table
 
 STAGES = ("interface", "numbers", "behaviour")
+EQUAL, DIFFERS, UNDECIDED, FAILED = "equal", "differs", "undecided", "failed"
 _MOST_SHOWN = 3
+# For the runs that tell rounding from a fault, if nothing else is said; and at least so many.
+_ROUNDING_S, _LEAST_ROUNDING_S = 420.0, 60.0
 # The name of the run of eager PyTorch on the port's random numbers.
 _REPLAYED = "replayed"
 _NOTHING_PORTED = (
@@ -58,6 +62,8 @@ class Verification:
         notes: What a reader has to know.
         folder: Where the recordings, outputs and written files of both runs are.
         programs: How many calls of the ported run were programs.
+        undecided: Why a difference could not be told from rounding, if so: then what differs by no
+            more than numbers may be equal or not.
     """
 
     script: str
@@ -68,6 +74,23 @@ class Verification:
     notes: Sequence[str]
     folder: str
     programs: int
+    undecided: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Return `equal`, `differs`, `undecided` or `failed`."""
+        if self.failure:
+            return FAILED
+        if self.passed:
+            return EQUAL
+        return UNDECIDED if self.undecided or not self.programs else DIFFERS
+
+    @property
+    def within(self) -> str:
+        """Return how far apart is what may be rounding: `gradients of step 1 within 3.1e-05`."""
+        checks = [check for stage in self.stages for check in stage.checks]
+        found = [f"{c.what} within {c.error:.1e}" for c in checks if not c.passed and c.apart]
+        return ", ".join(found)
 
     @property
     def passed(self) -> bool:
@@ -89,6 +112,7 @@ class Verification:
             for stage in self.stages
         ]
         fields: dict[str, Any] = {**vars(self), "stages": stages, "passed": self.passed}
+        fields |= {"verdict": self.verdict, "within": self.within}
         return json.dumps({"tpuport": __version__, **fields}, indent=1)
 
     def show(self, console: Console) -> None:
@@ -104,6 +128,8 @@ class Verification:
             console.print(Text(f"The ported run failed:\n{self.failure}"))
         for note in self.notes:
             console.print(Text(note))
+        if self.undecided:
+            console.print(Text(f"{self.within}: could not be told from rounding: {self.undecided}"))
         console.print(Text(f"Recordings and what both runs wrote: {self.folder}"))
 
     def save(self, path: Path) -> None:
@@ -118,25 +144,37 @@ class Verification:
         path.write_text(text)
 
 
-def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
+def verify(
+    what: VerifiedScript, out: Path, limits: Limits, seconds: float | None = None
+) -> Verification:
     """Run a script in eager PyTorch and ported, and compare the two.
+
+    Args:
+        what: The script.
+        out: The folder for the results.
+        limits: The largest differences that pass.
+        seconds: The time after which no more is done to tell a difference from rounding. A minute
+            is left for that in any case.
 
     Raises:
         UsageError: there is no such script, or its run in eager PyTorch fails.
     """
+    began = time.monotonic()
     prepare(out, what.script)
     eager = run(what, EAGER, out)
-    if eager.status or not (eager.folder / "record.json").exists():
+    if not eager.recorded:
         raise UsageError(
             f"The script fails in eager PyTorch (exit status {eager.status}), so there is"
             f" nothing to compare with. It ends with:\n{eager.tail}"
         )
     ported = run(what, PORTED, out, {"around": [NOTED]})
-    failed = ported.status or not (ported.folder / "record.json").exists()
-    stages, notes = [], []
+    failed = not ported.recorded
+    stages, notes, undecided = [], [], ""
     if not failed:
         what, reference, settings, notes = _on_same_numbers(what, eager, ported, out)
-        stages, more = _compared(what, reference, ported, out, limits, settings)
+        left = _ROUNDING_S if seconds is None else began + seconds - time.monotonic()
+        left = max(left, _LEAST_ROUNDING_S)
+        stages, more, undecided = _compared(what, reference, ported, out, limits, settings, left)
         notes += more
     programs = count_programs(ported.folder)
     if not failed and not programs:
@@ -150,6 +188,7 @@ def verify(what: VerifiedScript, out: Path, limits: Limits) -> Verification:
         [*_notes(eager, what, stages), *notes],
         str(out),
         programs,
+        undecided,
     )
     (out / RESULT).write_text(found.to_json())
     return found
@@ -171,8 +210,7 @@ def _on_same_numbers(
     emulated = replace(what, plain=False)
     settings = {"around": [REPLAYED], "draws": str(draws)}
     again = run(emulated, _REPLAYED, out, settings)
-    has_record = again.status == 0 and (again.folder / "record.json").exists()
-    why_not = why_not_replayed(again.folder) if has_record else "it failed"
+    why_not = why_not_replayed(again.folder) if again.recorded else "it failed"
     if why_not:
         note = f"Eager PyTorch did not draw the random numbers of the port's programs: {why_not}."
         return what, eager, None, [note]
@@ -187,41 +225,57 @@ def _compared(
     out: Path,
     limits: Limits,
     settings: dict[str, Any] | None,
-) -> tuple[list[Stage], list[str]]:
-    """Return the stages, as far as the interface lets them be compared, and notes on them."""
+    seconds: float,
+) -> tuple[list[Stage], list[str], str]:
+    """Compare two runs.
+
+    Returns:
+        The stages, as far as the interface lets them be compared; notes on them; why a difference
+        could not be told from rounding, if so.
+    """
     mine, other = Recording(eager.folder), Recording(ported.folder)
     stages, notes = [interface(mine, other)], []
     if not stages[0].passed:
-        return stages, notes
+        return stages, notes, ""
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
-    rounding = Rounding(what, out, mine, other, limits, settings or {})
+    if settings is None and not stages[1].passed:
+        return stages, notes, _undecided(stages, "eager PyTorch drew other random numbers")
+    rounding = Rounding(
+        *(what, out, mine, other, limits, settings or {}), seconds=seconds, longest=eager.seconds
+    )
     with contextlib.closing(rounding):
         if not stages[1].passed:
-            if settings is None:  # other random numbers are no rounding
-                return stages, notes
             explained = rounding.of_numbers()
-            notes += _explained(explained, rounding, "gradients of the first step")
+            notes += _explained(explained, "gradients of the first step")
             if explained is None:
-                return stages, notes
+                return stages, notes, _undecided(stages, rounding.why_not)
             stages[1] = explained.stage
         elif not stages[2].passed:
             # Adam makes steps of full size of gradients that are zero but for rounding.
-            again = Recording(run(what, DISTURBED, out, settings).folder)
-            stages[2] = behaviour(mine, other, limits.behaviour, again)
+            again = run(what, DISTURBED, out, settings, seconds=rounding.left)
+            if again.recorded:
+                stages[2] = behaviour(mine, other, limits.behaviour, Recording(again.folder))
+            else:
+                rounding.why_not = "eager PyTorch with rounding added was stopped or failed"
         if not stages[2].passed and settings is not None:
             explained = rounding.of_behaviour()
-            notes += _explained(explained, rounding, "what is there at the end")
+            notes += _explained(explained, "what is there at the end")
             stages[2] = stages[2] if explained is None else explained.stage
-    return stages, notes
+        why_not = rounding.why_not
+        if settings is None:
+            why_not = why_not or "eager PyTorch drew other random numbers"
+    return stages, notes, _undecided(stages, why_not)
 
 
-def _explained(found: ExplainedStage | None, rounding: Rounding, what: str) -> list[str]:
+def _undecided(stages: Sequence[Stage], why: str) -> str:
+    """Return why a difference cannot be told from rounding; nothing if it cannot be rounding."""
+    wrong = [check for stage in stages for check in stage.checks if not check.passed]
+    return why if wrong and all(check.may_be_rounding for check in wrong) else ""
+
+
+def _explained(found: ExplainedStage | None, what: str) -> list[str]:
     """Say what rounding has to do with a difference."""
-    if found is None:
-        return [f"Whether it is rounding was not found out: {rounding.why_not}."] * bool(
-            rounding.why_not
-        )
-    if not found.turned:
+    if found is None or not found.turned:
         return []
     shown = "; ".join(str(one) for one in found.turned[:_MOST_SHOWN])
     more = len(found.turned) - _MOST_SHOWN

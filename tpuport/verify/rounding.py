@@ -25,8 +25,9 @@ from tpuport.verify.processes import DISTURBED, VerifiedScript, run
 _REACH = 8.0
 # So many open decisions are tried, the likeliest ones: each takes a run.
 _MOST_OPEN = 12
-# For all runs together, so that a command with a time limit gets to its verdict.
-_MOST_SECONDS = 420.0
+# A run in float64, with all decisions noted, takes longer than the eager one that is known: dcgan's
+# and DiT's about so many times.
+_SLOWER = 1.5
 _ROUNDS = 3
 # A tensor smaller than this share of the largest one counts as if it were as large.
 _SMALL = 1e-2
@@ -88,6 +89,8 @@ class Rounding:
         ported: What the port recorded.
         limits: The largest differences that pass.
         settings: Of all runs.
+        seconds: What all runs together may take, so that there is a verdict in time.
+        longest: What the longest run took so far.
 
     Attributes:
         why_not: Why nothing can be said, if so.
@@ -101,15 +104,24 @@ class Rounding:
         ported: Recording,
         limits: Limits,
         settings: dict[str, Any],
+        *,
+        seconds: float,
+        longest: float,
     ) -> None:
         self._what, self._out, self._eager, self._ported = what, out, eager, ported
         self._limits, self._settings = limits, settings
         self._folders: list[Path] = []
-        self._longest, self._deadline = 0.0, time.monotonic() + _MOST_SECONDS
+        self._seconds, self._deadline = seconds, time.monotonic() + seconds
+        self._longest = _SLOWER * longest
         # What is turned in float64, and in eager PyTorch, so that they take the port's decisions.
         self._in_port: list[OpenDecision] = []
         self._in_eager: list[OpenDecision] = []
         self.why_not = ""
+
+    @property
+    def left(self) -> float:
+        """Return the seconds that are left for runs."""
+        return max(0.0, self._deadline - time.monotonic())
 
     def close(self) -> None:
         """Delete what the runs recorded and wrote."""
@@ -121,6 +133,7 @@ class Rounding:
 
         What differs there by no more than eager PyTorch itself, times a small factor, agrees.
         """
+        self.why_not = ""
         first = {"optimizers": len(self._eager.record["optimizers"])}
         both = self._two_runs(first, (), ())
         if both is None:
@@ -150,6 +163,7 @@ class Rounding:
 
     def of_behaviour(self) -> ExplainedStage | None:
         """Compare all steps with eager PyTorch whose decisions are the port's."""
+        self.why_not = ""
         own = self._in_eager
         both = self._two_runs({}, own, self._in_port)
         if both is None:
@@ -177,7 +191,7 @@ class Rounding:
     ) -> tuple[WatchedRun, WatchedRun] | None:
         """Run eager PyTorch in its own dtypes and in float64; None if these cannot be compared."""
         plain = self._run(settings, wide=False, turned=in_plain)
-        truth = self._run(settings, wide=True, turned=in_wide)
+        truth = None if plain is None else self._run(settings, wide=True, turned=in_wide)
         if plain is None or truth is None:
             self.why_not = self.why_not or "the script fails in float64"
             return None
@@ -209,8 +223,9 @@ class Rounding:
         if not found:
             return None
         found = sorted(sorted(found, key=lambda one: one.margin / one.reach)[:_MOST_OPEN])
-        if time.monotonic() + self._longest * (len(found) + 1) > self._deadline:
-            self.why_not = f"to turn {len(found)} decisions one by one would take too long"
+        if self._longest * (len(found) + 1) > self.left:
+            each = f"{len(found)} decisions one by one, {self._longest:.0f} seconds each"
+            self.why_not = f"to turn {each}, would take longer than the {self.left:.0f} left"
             return None
         sizes = _sizes(base.part(kind), self._ported.part(kind))
         moves = [
@@ -242,8 +257,10 @@ class Rounding:
         turned: Iterable[OpenDecision] = (),
         side: str = "",
     ) -> WatchedRun | None:
-        if time.monotonic() + self._longest > self._deadline:
-            self.why_not = f"its runs would take more than {_MOST_SECONDS / 60:g} minutes"
+        if self._longest > self.left:
+            self.why_not = (
+                self.why_not or f"its runs would take more than {self._seconds:.0f} seconds"
+            )
             return None
         positions: dict[int, list[int]] = {}
         for one in turned:
@@ -252,11 +269,13 @@ class Rounding:
         wanted = {"around": around, "float64": wide, "turned": positions}
         wanted |= {"disturbed": side == DISTURBED}
         name = f"rounding-{len(self._folders)}"
-        started = time.monotonic()
-        ended = run(self._what, name, self._out, {**self._settings, **settings, **wanted})
-        self._longest = max(self._longest, time.monotonic() - started)
+        every = {**self._settings, **settings, **wanted}
+        ended = run(self._what, name, self._out, every, seconds=self.left)
+        self._longest = max(self._longest, ended.seconds) if self._folders else ended.seconds
         self._folders.append(ended.folder)
-        if ended.status or not (ended.folder / "record.json").exists():
+        if ended.status is None:
+            self.why_not = f"a run of it was stopped as {self._seconds:.0f} seconds were over"
+        if not ended.recorded:
             return None
         calls = json.loads((ended.folder / FILE).read_text())["calls"]
         return WatchedRun(Recording(ended.folder), calls)
