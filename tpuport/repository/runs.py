@@ -13,7 +13,6 @@ from typing import Any
 
 from tpuport.repository.capture import SETTINGS
 from tpuport.repository.copies import copy_repository
-from tpuport.repository.hub import OFFLINE
 from tpuport.repository.processes import Finished, run_command
 from tpuport.repository.scripts import StartScript, shown_launches
 from tpuport.repository.slices import FIRST_SLICE, next_slice
@@ -26,6 +25,7 @@ from tpuport.repository.stages import (
     Repository,
     StageRecord,
 )
+from tpuport.verify.hub import OFFLINE
 
 _WORK = "work"
 _TRIALS = 4

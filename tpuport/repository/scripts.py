@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tpuport.verify.imports import imported_names, parse_file, reached
+
 # How the files of a repository name its scripts: `torchrun --nproc_per_node=8 train.py --lr 1`.
 _LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
 # What a document may have in front of a command: `$ `, `(env)[folder]$ `.
 _PROMPT = re.compile(r"^[^`'\"]*?\$ ")
 _SHELL = {".sh", ".bash", ".md", ".slurm", ".sbatch"}
 _LARGEST = 1_000_000
-# A module, and the package without which it cannot be imported.
-_NEEDED_BY = {"torch.utils.tensorboard": "tensorboard"}
 _HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
 
 
@@ -156,11 +156,8 @@ def _score(name: str, seen: _Seen, started: Sequence[Launch]) -> tuple[int, tupl
 
 def _read(path: Path) -> _Seen | None:
     """Return what a file shows, or None if it cannot be parsed."""
-    try:
-        if path.stat().st_size > _LARGEST:
-            return None
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+    tree = parse_file(path)
+    if tree is None:
         return None
     seen = _Seen()
     for node in ast.walk(tree):
@@ -175,7 +172,7 @@ def _read(path: Path) -> _Seen | None:
                 seen.required += _required(args, keywords)
             case ast.Attribute(value=ast.Name(id="hydra"), attr="main"):
                 seen.has_main = seen.hydra = True
-    seen.imports = _imports(tree.body)
+    seen.imports = imported_names(tree.body)
     # A script like nanoGPT's has no main part: it runs from its first line to its last.
     loops = any(isinstance(node, (ast.While, ast.For)) for node in tree.body)
     seen.has_main |= loops and seen.trains
@@ -196,46 +193,16 @@ def _required(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> list
     return [max(names, key=len)] if positional or is_needed else []
 
 
-def _imports(body: Sequence[ast.stmt]) -> set[str]:
-    """Return the modules that a file imports when it is imported, but for optional ones."""
-    found: set[str] = set()
-    for statement in body:
-        match statement:
-            case ast.Import(names=names):
-                found |= {alias.name for alias in names}
-            case ast.ImportFrom(module=str(module), level=0):
-                found.add(module)
-            case ast.ImportFrom(module=module, names=names):
-                found |= {f".{module or alias.name}" for alias in names}
-    return found
-
-
 def _reached(
     start: Path, imports: set[str], seen: dict[Path, _Seen], root: Path
 ) -> tuple[set[str], set[Path]]:
     """Return what a script imports, also through others: packages, and modules beside it."""
-    waiting, done, found = [(start, imports)], {start}, set()
-    while waiting:
-        path, names = waiting.pop()
-        for name in names:
-            target = _own_module(name, path, root)
-            if target is None:
-                if not name.startswith("."):
-                    found.add(name.partition(".")[0])
-                    found |= {package for start, package in _NEEDED_BY.items() if name == start}
-            elif target not in done:
-                done.add(target)
-                waiting.append((target, seen[target].imports if target in seen else set()))
-    return found, done & seen.keys()
 
+    def imports_of(path: Path) -> set[str]:
+        return seen[path].imports if path in seen else set()
 
-def _own_module(name: str, path: Path, root: Path) -> Path | None:
-    relative = name.lstrip(".").replace(".", "/")
-    for folder in [path.parent] if name.startswith(".") else [path.parent, root, root / "src"]:
-        for candidate in (folder / f"{relative}.py", folder / relative / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    packages, modules = reached(start, imports, imports_of, root)
+    return packages, modules & seen.keys()
 
 
 def _installed(name: str, own: set[str]) -> bool:

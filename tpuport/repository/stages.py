@@ -24,7 +24,6 @@ from tpuport.lint.run import run as lint_files
 from tpuport.lint.settings import Settings, load_settings
 from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
-from tpuport.repository.hub import why_unreachable
 from tpuport.repository.hydra_files import config_names, find_config
 from tpuport.repository.scripts import StartScript, add_packages, find_scripts
 from tpuport.repository.sizes import (
@@ -34,6 +33,7 @@ from tpuport.repository.sizes import (
     choose_arguments,
     read_settings,
 )
+from tpuport.verify.hub import why_unreachable
 
 DONE, NEEDS_YOU, NOT_ASKED, FAILED = "done", "needs you", "not asked", "failed"
 _MOST_FINDINGS = 200

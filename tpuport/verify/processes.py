@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class VerifiedScript:
         options: Options of `tpuport run` for the ported run.
         before: A Python file that each run executes before the script, under the name
             `__before__`, with the folder of the run as `FOLDER`.
+        environment: Variables for all runs.
     """
 
     script: Path
@@ -46,6 +47,7 @@ class VerifiedScript:
     plain: bool = False
     options: Sequence[str] = ()
     before: Path | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def run(
             stdout=output,
             stderr=subprocess.STDOUT,
             seconds=seconds,
-            environment={"PYTHONHASHSEED": str(what.seed)},
+            environment={"PYTHONHASHSEED": str(what.seed), **what.environment},
         )
     took = time.monotonic() - started
     overwritten = _gather(roots, before, _files(roots, out.resolve()), folder / "files")

@@ -23,6 +23,8 @@ from tpuport.verify.compare import (
     shown_problems,
 )
 from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_replayed
+from tpuport.verify.hub import OFFLINE, why_unreachable
+from tpuport.verify.imports import packages_of
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
@@ -161,6 +163,9 @@ def verify(
     """
     began = time.monotonic()
     prepare(out, what.script)
+    unreachable = why_unreachable(packages_of(what.script))
+    if unreachable:
+        what = replace(what, environment={**what.environment, **OFFLINE})
     eager = run(what, EAGER, out)
     if not eager.recorded:
         raise UsageError(
@@ -179,6 +184,8 @@ def verify(
     programs = count_programs(ported.folder)
     if not failed and not programs:
         notes.append(_NOTHING_PORTED)
+    if unreachable:
+        notes.append(f"All runs had HF_HUB_OFFLINE=1, as the hub does not answer: {unreachable}.")
     found = Verification(
         str(what.script),
         what.steps,
