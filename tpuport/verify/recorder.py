@@ -41,7 +41,8 @@ class StepRecorder:
         folder: Where to write it.
         steps: The number of steps after which the script is stopped.
         disturbed: Whether to add to each gradient what rounding could, to see what becomes of it.
-        optimizers: Stop as soon as so many optimizers have made a step, if not 0.
+        optimizers: Stop as soon as so many optimizers are about to make their first step, if not 0:
+            their gradients are known then.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class StepRecorder:
             self.keep(f"start/{key}", parameter)
             if parameter.grad is not None:
                 self.keep(f"gradient/{key}", parameter.grad)
+        if 0 < self.enough <= len(self.optimizers):
+            raise EnoughSteps
 
     def disturb(self, optimizer: Optimizer) -> None:
         """Add rounding of the size of the largest gradient to all gradients."""
@@ -113,8 +116,7 @@ class StepRecorder:
         self.since_step = []
         index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
         self.counts[index] += 1
-        stepped = sum(count > 0 for count in self.counts)
-        if self.counts[index] >= self.steps or 0 < self.enough <= stepped:
+        if self.counts[index] >= self.steps:
             raise EnoughSteps
 
     def name(self, optimizer: Optimizer) -> None:

@@ -111,6 +111,8 @@ class Float64(TorchDispatchMode):
         twin = known[1].as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         seen = tensor.detach()
         rounded = twin.to(tensor.dtype)
+        if torch.equal(rounded, seen):  # one pass; what follows takes several, and is for NaN too
+            return twin
         same = (rounded == seen) | ((rounded != rounded) & (seen != seen))
         if not bool(same.all()):
             twin.copy_(torch.where(same, twin, seen.to(twin.dtype)))
