@@ -1,5 +1,6 @@
 """`tpuport port`: from a folder to answers, patches and launch files, and nothing runs unasked."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -320,6 +321,95 @@ def test_entry_points(tmp_path: Path) -> None:
     assert "not_installed_anywhere" in found[0].missing
     assert {"tensorboard", "torch"} <= set(found[0].packages)
     assert found[2].required == ("image", "--weights")
+
+
+def test_packages_that_are_imported_in_functions(tmp_path: Path) -> None:
+    """Those that the script comes to in any case are missing; others only may be."""
+    (tmp_path / "train.py").write_text(
+        textwrap.dedent(
+            """
+            import own
+            from typing import TYPE_CHECKING
+            if TYPE_CHECKING:
+                import absent_types
+            try:
+                import absent_guarded
+            except ImportError:
+                pass
+
+            def build():
+                import absent_in_build
+                with open("x"):
+                    from absent_in_with.sub import thing
+
+            def main():
+                model = build()
+                if model:
+                    import absent_in_condition
+                loss.backward()
+                def inner():
+                    import absent_in_inner
+
+            def unused():
+                import absent_unused
+
+            if __name__ == "__main__":
+                import absent_in_main_part
+                main()
+            """
+        )
+    )
+    (tmp_path / "own.py").write_text(
+        "def load():\n    import absent_own, helper\n    return 1\n"
+        "if __name__ == '__main__':\n    import absent_of_other_script\n"
+    )
+    (tmp_path / "helper.py").touch()
+    entry = find_scripts(tmp_path, sorted(tmp_path.glob("*.py")))[0]
+    assert entry.path == "train.py"
+    assert entry.missing == ("absent_in_build", "absent_in_main_part", "absent_in_with")
+    assert entry.maybe_missing == (
+        *("absent_in_condition", "absent_in_inner", "absent_of_other_script"),
+        *("absent_own", "absent_unused"),
+    )
+
+
+STRAYS = {
+    "fork": "os.fork() or time.sleep(600)",
+    "fork in a session": "os.fork() or (os.setsid(), time.sleep(600))",
+    "daemon": "os.fork() or (os.setsid(), os.fork() and os._exit(0), time.sleep(600))",
+    "spawned worker": "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])",
+    "server": "threading.Thread(target=socket.create_server(('127.0.0.1', 0)).accept).start()",
+}
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find strays")
+@pytest.mark.parametrize("ends", [True, False], ids=["ends", "waits"])
+@pytest.mark.parametrize("stray", STRAYS)
+def test_no_stray_of_a_script_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stray: str, ends: bool
+) -> None:
+    """Whether the script ends before its time or not."""
+    start = "import os, socket, subprocess, sys, threading, time\n"
+    end = "os._exit(0)" if ends else "time.sleep(600)"
+    code = f"{start}{STRAYS[stray]}\ntime.sleep(0.2)\n{end}"
+    monkeypatch.setattr(processes, "_TPUPORT", (sys.executable, "-c", code))
+    name = f"TPUPORT_TEST_{os.getpid()}"
+    began = time.monotonic()
+    ended = processes.run_command(
+        [],
+        folder=tmp_path,
+        log=tmp_path / "log",
+        seconds=20 if ends else 1,
+        environment={name: "1"},
+    )
+    assert time.monotonic() - began < 15
+    assert ended.status == (0 if ends else None), ended.tail
+    left = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"{name}=1".encode() in (process / "environ").read_bytes().split(b"\0"):
+                left.append(process.name)
+    assert left == []
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc to find strays")

@@ -9,7 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tpuport.verify.imports import imported_names, parse_file, reached
+from tpuport.verify.imports import (
+    imported_names,
+    later_names,
+    own_module,
+    parse_file,
+    reached,
+    started_names,
+)
 
 # How the files of a repository name its scripts: `torchrun --nproc_per_node=8 train.py --lr 1`.
 _LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
@@ -45,7 +52,9 @@ class StartScript:
         reasons: Why it is thought to be an entry point, in words.
         required: Arguments that it cannot do without.
         launches: The lines that start it.
-        missing: Packages that it or its own modules import at their top and that are not installed.
+        missing: Packages without which it does not start: that it or its own modules import at
+            their top, or it in functions that it calls in any case, and that are not installed.
+        maybe_missing: Packages that are imported elsewhere in them, and are not installed.
         score: How likely it is to be the one.
         packages: All packages that it or its own modules import at their top.
         modules: The files of the repository that it imports, relative to it.
@@ -60,6 +69,7 @@ class StartScript:
     score: int = 0
     packages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
+    maybe_missing: tuple[str, ...] = ()
 
 
 @dataclass
@@ -71,6 +81,8 @@ class _Seen:
     hydra: bool = False
     required: list[str] = field(default_factory=list)
     imports: set[str] = field(default_factory=set)
+    started: set[str] = field(default_factory=set)
+    later: set[str] = field(default_factory=set)
 
 
 def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
@@ -89,13 +101,13 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         started = tuple(launches.get(path.name, ()))
         if not (one.has_main or started) or path.name == "setup.py":
             continue
-        packages, modules = _reached(path, one.imports, seen, root)
+        packages, modules = _reached(path, one.started, seen, root)
         one.trains |= any(seen[module].trains for module in modules)
         score, reasons = _score(name, one, started)
         script = StartScript(
             *(name, one.trains, reasons, tuple(one.required), started[:5], (), score)
         )
-        found.append(_with_packages(script, packages, modules, own, root))
+        found.append(_with_packages(script, packages, modules, own, seen, root))
     return sorted(found, key=lambda one: (-one.score, one.path.count("/"), one.path))
 
 
@@ -117,17 +129,33 @@ def add_packages(
     own = {path.stem for path in files} | {path.parent.name for path in files}
     packages, modules = _reached(root / script.path, imports, seen, root)
     known = {root / name for name in script.modules}
-    return _with_packages(script, packages | set(script.packages), modules | known, own, root)
+    packages |= set(script.packages)
+    return _with_packages(script, packages, modules | known, own, seen, root)
 
 
 def _with_packages(
-    script: StartScript, packages: set[str], modules: set[Path], own: set[str], root: Path
+    script: StartScript,
+    packages: set[str],
+    modules: set[Path],
+    own: set[str],
+    seen: dict[Path, _Seen],
+    root: Path,
 ) -> StartScript:
     start = root / script.path
     names = sorted(path.relative_to(root).as_posix() for path in modules if path != start)
-    missing = sorted(name for name in packages if not _installed(name, own))
+    later = {
+        name.partition(".")[0]
+        for path in {start, *modules} & seen.keys()
+        for name in seen[path].later
+        if not name.startswith(".") and own_module(name, path, root) is None
+    }
+    absent = [{one for one in some if not _installed(one, own)} for some in (packages, later)]
     return replace(
-        script, missing=tuple(missing), packages=tuple(sorted(packages)), modules=tuple(names)
+        script,
+        missing=tuple(sorted(absent[0])),
+        packages=tuple(sorted(packages)),
+        modules=tuple(names),
+        maybe_missing=tuple(sorted(absent[1] - absent[0])),
     )
 
 
@@ -172,7 +200,8 @@ def _read(path: Path) -> _Seen | None:
                 seen.required += _required(args, keywords)
             case ast.Attribute(value=ast.Name(id="hydra"), attr="main"):
                 seen.has_main = seen.hydra = True
-    seen.imports = imported_names(tree.body)
+    seen.imports, seen.later = imported_names(tree.body), later_names(tree)
+    seen.started = started_names(tree)
     # A script like nanoGPT's has no main part: it runs from its first line to its last.
     loops = any(isinstance(node, (ast.While, ast.For)) for node in tree.body)
     seen.has_main |= loops and seen.trains

@@ -263,6 +263,9 @@ def entry_stage(project: Repository) -> StageRecord:
     result = {"script": entry.path, "candidates": others, **asdict(entry)}
     result |= {"settings": project.settings_of_entry.style, "arguments": asdict(chosen)}
     answer = f"{entry.path}: {', '.join(entry.reasons)}."
+    if entry.maybe_missing:
+        names = ", ".join(entry.maybe_missing)
+        answer += f" Imported in some cases only, and not installed here: {names}."
     if entry.missing:
         names = ", ".join(entry.missing)
         return StageRecord(

@@ -31,6 +31,59 @@ def imported_names(body: Sequence[ast.stmt]) -> set[str]:
     return found
 
 
+def started_names(tree: ast.Module) -> set[str]:
+    """Return what a script imports beside that in functions that it calls, and in its main part.
+
+    Only what runs in any case counts: nothing below a condition, a loop or a `try`.
+    """
+    functions = {one.name: one for one in tree.body if isinstance(one, ast.FunctionDef)}
+    waiting: list[Sequence[ast.stmt]] = [tree.body]
+    found: set[str] = set()
+    while waiting:
+        body = waiting.pop()
+        found |= imported_names(body)
+        for statement in body:
+            match statement:
+                case ast.With(body=inner):
+                    waiting.append(inner)
+                case ast.If(test=ast.Compare(left=ast.Name(id="__name__")), body=inner):
+                    waiting.append(inner)
+                case ast.Expr(value=value) | ast.Assign(value=value) | ast.Return(value=value):
+                    calls = [] if value is None else _calls(value)
+                    waiting += [functions.pop(n).body for n in calls if n in functions]
+    return found
+
+
+def _calls(value: ast.expr) -> list[str]:
+    """Return the names of functions that an expression calls, each once."""
+    names = (
+        node.func.id
+        for node in ast.walk(value)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    )
+    return list(dict.fromkeys(names))
+
+
+def later_names(tree: ast.Module) -> set[str]:
+    """Return what a module imports if it comes to that: in functions, below conditions.
+
+    What it can do without, as a `try` around the import says, is left out.
+    """
+    found: set[str] = set()
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= imported_names([node])
+        inside = list(ast.iter_child_nodes(node))
+        if isinstance(node, ast.Try):
+            inside = [*node.handlers, *node.orelse, *node.finalbody]
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            inside = list(node.orelse)
+        waiting += inside
+    return found - imported_names(tree.body)
+
+
 def reached(
     start: Path, imports: set[str], imports_of: Callable[[Path], set[str]], root: Path
 ) -> tuple[set[str], set[Path]]:
@@ -46,7 +99,7 @@ def reached(
     while waiting:
         path, names = waiting.pop()
         for name in names:
-            target = _own_module(name, path, root)
+            target = own_module(name, path, root)
             if target is None:
                 if not name.startswith("."):
                     found.add(name.partition(".")[0])
@@ -67,7 +120,8 @@ def packages_of(script: Path) -> set[str]:
     return reached(script, imports_of(script), imports_of, script.parent)[0]
 
 
-def _own_module(name: str, path: Path, root: Path) -> Path | None:
+def own_module(name: str, path: Path, root: Path) -> Path | None:
+    """Return the file of the repository that a name is, as a module imports it."""
     relative = name.lstrip(".").replace(".", "/")
     for folder in [path.parent] if name.startswith(".") else [path.parent, root, root / "src"]:
         for candidate in (folder / f"{relative}.py", folder / relative / "__init__.py"):
