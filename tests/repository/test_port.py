@@ -57,7 +57,7 @@ class Net(nn.Module):
             x = x * 2
         return self.linear(x)
 """
-EQUAL = {
+EQUAL: dict[str, Any] = {
     "failure": "",
     "programs": 1,
     "undecided": "",
@@ -202,12 +202,33 @@ def test_stages_are_done_once(
     # In a copy, so that the repository stays as it is.
     assert folder == (tmp_path / "out" / "work" / "copy").resolve()
     assert (folder / "net.py").read_text() == NET
-    assert "&lt;script&gt;" in (tmp_path / "out" / "report.html").read_text()
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "&lt;script&gt;" in page
+    assert "but for rounding" not in page
     assert port(*options) == (code, text)
     assert len(calls) == 2
     (repository / "net.py").write_text(NET + "\n")
     assert port(*options)[0] == 0
     assert len(calls) == 4
+
+
+def test_what_only_rounding_allows_is_said(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = {**EQUAL["stages"][0]["checks"][0], "error": 1e-2}
+    rounded = {**EQUAL, "stages": [{**EQUAL["stages"][0], "checks": [check]}]}
+
+    def end(arguments: Any, **_: Any) -> Finished:
+        found = COMPILED if arguments[0] == "compile" else rounded
+        return Finished(0, json.dumps(found), "")
+
+    monkeypatch.setattr(runs, "run_command", end)
+    code, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
+    assert code == 0
+    assert (
+        "equal eager PyTorch's but for rounding" in json.loads(text)["stages"]["verify"]["answer"]
+    )
+    assert "<td>equal but for rounding</td>" in (tmp_path / "out" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,8 @@ from tpuport.verify.processes import DISTURBED, VerifiedScript, run
 _REACH = 8.0
 # So many open decisions are tried, the likeliest ones: each takes a run.
 _MOST_OPEN = 12
-# A run in float64, with all decisions noted, takes longer than the eager one that is known: dcgan's
-# and DiT's about so many times.
+# A run in float64, with all decisions noted, takes longer than the eager one, of which the time is
+# known before there is any other.
 _SLOWER = 1.5
 _ROUNDS = 3
 # A tensor smaller than this share of the largest one counts as if it were as large.
