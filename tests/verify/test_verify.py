@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,15 @@ from typer.testing import CliRunner
 
 from tpuport.cli.app import app
 from tpuport.verify import report, rounding
-from tpuport.verify.compare import Limits, Recording, behaviour, interface, numbers
+from tpuport.verify.compare import (
+    Comparison,
+    Limits,
+    Recording,
+    Stage,
+    behaviour,
+    interface,
+    numbers,
+)
 from tpuport.verify.files import compare_files
 from tpuport.verify.kinks import Kinks
 from tpuport.verify.processes import FinishedRun, VerifiedScript
@@ -461,6 +469,58 @@ def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:
     assert [stage["passed"] for stage in found["stages"]] == [True] * 3
     assert (found["passed"], found["programs"]) == (False, 0)
     assert any("Nothing was ported" in note for note in found["notes"])
+
+
+class FakeRecording(Recording):
+    """What a run of one gradient recorded."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self.gradient = gradient
+
+    def part(self, kind: str) -> dict[str, torch.Tensor]:
+        """Return the gradient."""
+        return {"weight": self.gradient}
+
+
+@pytest.mark.parametrize(
+    ("flipped", "fault", "explained", "undecided"),
+    [
+        (10, 0.0, True, False),
+        (10, 2.0, False, False),
+        (20, 0.0, False, True),
+        (20, 1e3, False, False),
+    ],
+)
+def test_decisions_that_were_not_turned_may_be_why(
+    tmp_path: Path, flipped: int, fault: float, explained: bool, undecided: bool
+) -> None:
+    """Each moves one number; a fault that all of them together could not make is one."""
+    base = torch.zeros(21)
+    base[20] = 5.0
+
+    def moved(decisions: Sequence[rounding.OpenDecision]) -> FakeRecording:
+        gradient = base.clone()
+        gradient[[one.position for one in decisions]] = 1.0
+        return FakeRecording(gradient)
+
+    found = [rounding.OpenDecision(0, i, 1, 1e-8, 1e-7, "relu[20]") for i in range(flipped)]
+    ported = moved(found)
+    ported.gradient[20] += fault
+
+    def compare(reference: Recording) -> Stage:
+        check = Comparison("gradients of step 1", limit=1e-4)
+        check.add("weight", float((reference.part("")["weight"] - ported.gradient).abs().max()))
+        return Stage("numbers", [check])
+
+    what = VerifiedScript(tmp_path / "train.py")
+    search = rounding.Rounding(
+        *(what, tmp_path, FakeRecording(base), ported, Limits(), {}), seconds=60.0, longest=0.0
+    )
+    result = search._search(FakeRecording(base), found, moved, compare, "gradient")
+    assert (result is not None) is explained
+    assert bool(search.why_not) is undecided
+    if undecided:
+        assert "20 decisions are open to it, of which the 12 likeliest" in search.why_not
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,8 @@ from tpuport.verify.hub import why_unreachable
 
 DONE, NEEDS_YOU, NOT_ASKED, FAILED = "done", "needs you", "not asked", "failed"
 _MOST_FINDINGS = 200
-# Minutes: of a run, and of all but compiling.
-_STOPPED_AFTER, _IN_TIME = 15.0, 5.0
+# Minutes: of a run, and of all but compiling, but for what it takes to stop and to write.
+_STOPPED_AFTER, _IN_TIME = 15.0, 4.75
 
 
 @dataclass(frozen=True)

@@ -222,6 +222,7 @@ class Rounding:
             return ExplainedStage(stage)
         if not found:
             return None
+        open_ones = len(found)
         found = sorted(sorted(found, key=lambda one: one.margin / one.reach)[:_MOST_OPEN])
         if self._longest * (len(found) + 1) > self.left:
             each = f"{len(found)} decisions one by one, {self._longest:.0f} seconds each"
@@ -232,6 +233,26 @@ class Rounding:
             torch.zeros(0) if made is None else _apart(base, made, sizes, kind)
             for made in (turned([one]) for one in found)
         ]
+        rest = _apart(base, self._ported, sizes, kind)
+        largest = max(float(move.norm()) for move in moves)
+        explained = self._turned_together(base, found, turned, compare, (sizes, kind, moves))
+        if explained is None and open_ones > len(found) and rest.norm() <= open_ones * largest:
+            self.why_not = self.why_not or (
+                f"{open_ones} decisions are open to it, of which the {len(found)} likeliest were"
+                " turned; all of them could do as much"
+            )
+        return explained
+
+    def _turned_together(
+        self,
+        base: Recording,
+        found: Sequence[OpenDecision],
+        turned: Callable[[Sequence[OpenDecision]], Recording | None],
+        compare: Callable[[Recording], Stage],
+        known: tuple[dict[str, float], str, Sequence[torch.Tensor]],
+    ) -> ExplainedStage | None:
+        """Turn those decisions together whose moves are in what the port and a run differ by."""
+        sizes, kind, moves = known
         chosen: set[int] = set()
         reference = base
         for _ in range(_ROUNDS):
