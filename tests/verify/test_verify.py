@@ -24,6 +24,7 @@ from tpuport.verify.compare import (
     Stage,
     behaviour,
     interface,
+    missed_elsewhere,
     numbers,
 )
 from tpuport.verify.files import compare_files
@@ -474,12 +475,27 @@ def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:
 class FakeRecording(Recording):
     """What a run of one gradient recorded."""
 
-    def __init__(self, gradient: torch.Tensor) -> None:
-        self.gradient = gradient
+    def __init__(self, *gradients: torch.Tensor) -> None:
+        self.gradient, self.losses = gradients[0], [[1.0]]
+        self.named = {f"weight {i}": gradient for i, gradient in enumerate(gradients)}
 
     def part(self, kind: str) -> dict[str, torch.Tensor]:
-        """Return the gradient."""
-        return {"weight": self.gradient}
+        """Return the gradients."""
+        return self.named
+
+
+@pytest.mark.parametrize(("apart", "expected"), [(1e-3, 5e-4), (3e-3, None)])
+def test_what_eager_misses_in_another_tensor(apart: float, expected: float | None) -> None:
+    wide = torch.ones(3, dtype=torch.float64)
+    truth = FakeRecording(wide, wide)
+    eager = FakeRecording((wide + 1e-7).float(), (wide + 5e-4).float())
+    ported = FakeRecording((wide + apart).float(), wide.float())
+    for one in (eager, ported):  # the dtypes of a run in float64 are those of the script, too
+        one.named = {name: value.double() for name, value in one.named.items()}
+    missed = numbers(truth, eager, 1e-4)
+    assert not numbers(truth, ported, 1e-4, missed).passed
+    found = missed_elsewhere(truth, ported, missed)
+    assert found == (None if expected is None else pytest.approx(expected, rel=1e-3))
 
 
 @pytest.mark.parametrize(
@@ -509,7 +525,7 @@ def test_decisions_that_were_not_turned_may_be_why(
 
     def compare(reference: Recording) -> Stage:
         check = Comparison("gradients of step 1", limit=1e-4)
-        check.add("weight", float((reference.part("")["weight"] - ported.gradient).abs().max()))
+        check.add("weight", float((reference.part("")["weight 0"] - ported.gradient).abs().max()))
         return Stage("numbers", [check])
 
     what = VerifiedScript(tmp_path / "train.py")

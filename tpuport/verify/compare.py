@@ -154,6 +154,20 @@ def numbers(
     return Stage("numbers", [losses, check])
 
 
+def missed_elsewhere(reference: Recording, ported: Recording, missed: Stage) -> float | None:
+    """Return what eager PyTorch misses most, if the port misses nowhere more than a few times that.
+
+    Which number rounding moves most is chance: `numbers` allows each only what eager misses of it.
+
+    Args:
+        reference: Eager PyTorch in float64.
+        ported: The port.
+        missed: What eager PyTorch misses of that.
+    """
+    most = max((check.error or 0.0 for check in missed.checks), default=0.0)
+    return most if most and numbers(reference, ported, _FACTOR * most).passed else None
+
+
 def behaviour(eager: Recording, ported: Recording, limit: float, *rounded: Recording) -> Stage:
     """Compare losses of all steps, and what is there after the last one.
 

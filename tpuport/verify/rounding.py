@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-from tpuport.verify.compare import Limits, Recording, Stage, Tensors, behaviour, numbers
+from tpuport.verify.compare import (
+    Limits,
+    Recording,
+    Stage,
+    Tensors,
+    behaviour,
+    missed_elsewhere,
+    numbers,
+)
 from tpuport.verify.kinks import FILE
 from tpuport.verify.processes import DISTURBED, VerifiedScript, run
 
@@ -159,6 +167,13 @@ class Rounding:
         if explained is not None:
             self._in_port = explained.turned
             self._in_eager = _either(in_eager, explained.turned)
+        elif missed is not None and not self.why_not:
+            most = missed_elsewhere(truth.recording, self._ported, missed)
+            if most is not None:
+                self.why_not = (
+                    f"eager PyTorch is up to {most:.1e} from itself in float64, and the port is"
+                    " not much further from that, though elsewhere"
+                )
         return explained
 
     def of_behaviour(self) -> ExplainedStage | None:
