@@ -6,6 +6,7 @@ With a traced value it passes the decision to the program that is being traced, 
 traced value is met.
 """
 
+from tpuport.foundation.plain_loops import Items
 from tpuport.ops.branches import (
     both,
     check,
@@ -14,6 +15,7 @@ from tpuport.ops.branches import (
     first_falsy,
     first_truthy,
     for_each,
+    for_items,
     for_range,
     grows,
     largest,
@@ -52,6 +54,7 @@ from tpuport.ops.torchax.debug_checks import are_checks_on, debug_checks
 from tpuport.ops.traced import is_traced
 
 __all__ = [
+    "Items",
     "are_checks_on",
     "attention",
     "both",
@@ -66,6 +69,7 @@ __all__ = [
     "first_falsy",
     "first_truthy",
     "for_each",
+    "for_items",
     "for_range",
     "grows",
     "inverse",

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.plain_loops import looped
 from tpuport.ops.numbers import negate, to_bool
 from tpuport.ops.traced import is_plain, is_plain_torchax, is_traced
 
@@ -139,12 +140,34 @@ def for_range(
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
         return traced_range(numbers, body, operands, stops=stops)
-    for number in numbers:
-        made = body(number, *operands)
-        operands = made[1:] if stops else made
-        if stops and made[0]:
-            break
-    return operands
+    return looped(numbers, body, operands, stops=stops)
+
+
+def for_items(
+    items: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool = False,
+) -> tuple[Any, ...]:
+    """Run `for item in items: operands = body(item, *operands)`.
+
+    Args:
+        items: What the loop goes over. If they are the many rows of a tensor, the body is compiled
+            once where that is proved to be the same.
+        body: Function called with each item and the loop's carried values; returns these as a
+            tuple.
+        operands: The carried values at the start.
+        stops: Whether the body returns, before the carried values, whether the loop ends after it.
+
+    Returns:
+        The carried values at the end.
+    """
+    if _inside_trace():
+        from tpuport.tracing.control_flow.growing_loop import traced_items
+
+        return traced_items(items, body, operands, stops=stops)
+    return looped(items, body, operands, stops=stops)
 
 
 def _holds_traced(value: Any) -> bool:

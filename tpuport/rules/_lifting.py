@@ -153,11 +153,11 @@ def is_range(node: ast.expr) -> bool:
             return False
 
 
-def end_of(node: ast.AST) -> ast.If | None:
-    """Return the last statement of a loop over a range if it is `if test: break`."""
+def end_of(node: ast.AST, *, over_items: bool = False) -> ast.If | None:
+    """Return the last statement of a loop over a range, or items, if it is `if test: break`."""
     match node:
         case ast.For(body=[_, *_, ast.If(body=[ast.Break()], orelse=[]) as last], iter=iterated):
-            return last if is_range(iterated) else None
+            return last if over_items or is_range(iterated) else None
         case _:
             return None
 

@@ -11,7 +11,7 @@ from tpuport.source.inference.liveness import targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.statements import loop_exits, returns, walk_scope
-from tpuport.source.syntax.text import Edit
+from tpuport.source.syntax.text import Edit, Passage
 
 
 class TensorWhile(Rule):
@@ -28,7 +28,8 @@ class TensorWhile(Rule):
     row that there can be, under a `lax.cond` that asks whether the row is there. A loop over a
     range that has many rounds, or makes a tensor longer (`x = torch.cat([x, y])`), calls
     `tpuport.ops.for_range`: its body is compiled once, with a buffer of the last size for such a
-    tensor, where that is proved to be the same.
+    tensor, where that is proved to be the same. A long loop over the rows of a tensor calls
+    `tpuport.ops.for_items` in the same way.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so asking for its truth raises
@@ -141,8 +142,6 @@ class TensorWhile(Rule):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
-        if isinstance(node, ast.For) and is_range(node.iter):
-            return Fix((_range_edit(node, context),), (OPS,))
         if isinstance(node, ast.For):
             return Fix((_for_edit(node, context),), (OPS,))
         assert isinstance(node, ast.While)
@@ -207,6 +206,19 @@ def _is_builtin(node: ast.expr) -> bool:
 
 
 def _for_edit(node: ast.For, context: Context) -> Edit:
+    if is_range(node.iter):
+        return _counted_edit(node, context, "for_range")
+    if not context.grows(node):
+        return _rows_edit(node, context)
+    try:
+        return _counted_edit(node, context, "for_items")
+    except NotFixable:
+        if _is_builtin(node.iter):
+            raise
+        return _rows_edit(node, context)
+
+
+def _rows_edit(node: ast.For, context: Context) -> Edit:
     """Return the edit that makes a loop over rows a function and a call of `for_each`."""
     lift = _lifted(node, context, merges=True)
     if not lift.outputs and not lift.written:
@@ -214,16 +226,16 @@ def _for_edit(node: ast.For, context: Context) -> Edit:
     return _call_edit(node, lift, context, "for_each", as_tuple(lift.written))
 
 
-def _range_edit(node: ast.For, context: Context) -> Edit:
-    """Return the edit that makes a loop over a range a function and a call of `for_range`."""
+def _counted_edit(node: ast.For, context: Context, function: str) -> Edit:
+    """Return the edit that makes a loop a function and a call of `for_range` or `for_items`."""
     for inner in walk_scope(node.body):
         if isinstance(inner, ast.Yield | ast.YieldFrom | ast.Await | ast.Delete):
             raise NotFixable("its body yields, awaits or deletes a name")
     # What else a round changes is seen when it runs.
-    end = end_of(node)
+    end = end_of(node, over_items=function == "for_items")
     lift = _lifted(node, context, end=end, effects=True)
     more = () if end is None else ("stops=True",)
-    return _call_edit(node, lift, context, "for_range", *more, end=end)
+    return _call_edit(node, lift, context, function, *more, end=end)
 
 
 def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **options: bool) -> Lift:
@@ -282,6 +294,30 @@ def _call_edit(
     parameters = [row, *lift.outputs]
     made = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
     bound = f"{state} = " if lift.outputs else ""
-    arguments = [expressions.copy(node.iter), name, state, *more]
+    is_apart = function == "for_items"
+    over = _items(node.iter, expressions) if is_apart else expressions.copy(node.iter)
+    arguments = [over, name, state, *more]
     call = layout.call(bound, f"{OPS}.{function}", arguments)
     return layout.edit([made, call], expressions, gap=True)
+
+
+# Methods of tensors that give views of their parts.
+_PARTS = {"unbind"}
+
+
+def _items(node: ast.expr, expressions: Expressions) -> Passage:
+    """Return what a loop goes over, with a call that gives parts of tensors left to the loop."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name), args=given, keywords=named) if name in _PARTS:
+            pass
+        case _:
+            return expressions.copy(node)
+    if any(isinstance(one, ast.Starred) for one in given) or None in {one.arg for one in named}:
+        return expressions.copy(node)
+    made = Passage.of(f"{OPS}.Items(", expressions.module.origin(node))
+    made = made + expressions.copy(node.func)
+    for one in given:
+        made = made + ", " + _items(one, expressions)
+    for one in named:
+        made = made + f", {one.arg}=" + expressions.copy(one.value)
+    return made + ")"

@@ -19,10 +19,13 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
+from tpuport.foundation.plain_loops import looped
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
+from tpuport.tracing.control_flow.loop_items import ItemsWatch, Series, series_of
 from tpuport.tracing.control_flow.merge import Decisions, branch_leaf, leaf_value
 from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
@@ -61,6 +64,8 @@ _CANNOT = "the loop cannot be one program: "
 _Carried = tuple[
     list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array
 ]
+# The number of a round, and what else the scan goes over.
+_Given = tuple[jax.Array, list[jax.Array]]
 # What a round appends to each list.
 _Added = list[list[jax.Array]]
 
@@ -94,10 +99,54 @@ class _Range:
         made = tuple(self.body(number, *operands))
         return (made[0], made[1:]) if self.stops else (False, made)
 
-    def number(self, peel: int, index: NumberNode) -> Any:
-        """Return the number of a round, counted from those that are alike."""
+    def first(self, number: int) -> Any:
+        """Return what a round before those that are alike gets."""
+        return self.numbers[number]
+
+    def arrays(self, peel: int) -> list[jax.Array]:
+        """Return what the scan goes over besides the numbers of the rounds that are alike."""
+        del peel
+        return []
+
+    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
+        """Return what a round gets, which is counted from those that are alike."""
+        del arrays
         start = self.numbers.start + peel * self.numbers.step
         return sym_numbers.from_node(along(index, start, self.numbers.step))
+
+    def check(self) -> None:
+        """Raise if the rounds do what a scan cannot."""
+
+
+class _Items(_Range):
+    """`for item in series: operands = body(item, *operands)`."""
+
+    def __init__(self, series: Series, body: Callable[..., Any], *, stops: bool) -> None:
+        super().__init__(range(series.count), body, stops=stops)
+        self.series, self.key, self.watch = series, series.key, ItemsWatch(series)
+        self._made: list[Any] | None = None
+
+    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Run a round; return whether the loop ends after it, and the operands."""
+        if self._made is None:
+            self._made = list(self.series.plain())
+        return self.run(self._made[number], operands)
+
+    def first(self, number: int) -> Any:
+        """Return what a round before those that are alike gets."""
+        return self.series.first(number)
+
+    def arrays(self, peel: int) -> list[jax.Array]:
+        """Return what the scan goes over besides the numbers of the rounds that are alike."""
+        return self.series.arrays(peel)
+
+    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
+        """Return what a round gets, which is counted from those that are alike."""
+        return self.series.item(peel, index, iter(arrays), self.watch.refuse)
+
+    def check(self) -> None:
+        """Raise if the rounds do what a scan cannot."""
+        self.watch.check()
 
 
 class _While:
@@ -124,9 +173,21 @@ class _While:
         del number
         return False, tuple(self.body(*operands))
 
-    def number(self, peel: int, index: NumberNode) -> Any:
-        """Return nothing: the body takes no number."""
-        del peel, index
+    def first(self, number: int) -> Any:
+        """Return nothing: the body takes no item."""
+        del number
+
+    def arrays(self, peel: int) -> list[jax.Array]:
+        """Return nothing: the scan goes over numbers only."""
+        del peel
+        return []
+
+    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
+        """Return nothing: the body takes no item."""
+        del peel, index, arrays
+
+    def check(self) -> None:
+        """Raise if the rounds do what a scan cannot."""
 
 
 _Source = _Range | _While
@@ -152,6 +213,23 @@ def traced_range(
         numbers = numbers.__reduce__()[1][0]
     is_short = not isinstance(numbers, range) or len(numbers) < _FEWEST_ROUNDS
     return _run(_Range(numbers, body, stops=stops), operands, is_short=is_short)
+
+
+def traced_items(
+    items: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool = False
+) -> tuple[Any, ...]:
+    """Run `for item in items: operands = body(item, *operands)`.
+
+    Raises:
+        RestartTrace: what its first rounds have shown is noted for the next attempt.
+    """
+    series = series_of(items)
+    if series is not None:
+        source = _Items(series, body, stops=stops)
+        return _run(source, operands, is_short=series.count < _FEWEST_ROUNDS)
+    if not stops and isinstance(items, TracedTensor) and 0 in extents_of(items):
+        return traced_for(items, body, operands, ())
+    return looped(items, body, operands, stops=stops)
 
 
 def counted_while(
@@ -299,7 +377,7 @@ class _Growing:
         self.plan: list[Plain] = growth.variables or []
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
-            self.over, operands = source.round(number, operands)
+            self.over, operands = source.run(source.first(number), operands)
         self.outside = Surroundings(source.functions, operands)
         if not self.outside.has(growth.places):
             raise _unproved("a round changes Python values that are no variables of the loop")
@@ -366,12 +444,13 @@ class _Growing:
         code = None if self.failures is None else self.failures.value
         initial = [self._buffer(leaf, one) for leaf, one in self._tensors()]
         numbers = jnp.arange(self.rounds, dtype=jnp.int32)
+        arrays = self.source.arrays(self.growth.peel)
         over = truth(self.over) if _is_traced(self.over) else jnp.bool_(self.over)
         decisions = Decisions(trace)
         while True:
             carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0))
             try:
-                carried, added = jax.lax.scan(self._step, carried, numbers)
+                carried, added = jax.lax.scan(self._step, carried, (numbers, arrays))
                 break
             except _Uncarried:
                 self._enter(draws, code)
@@ -379,6 +458,7 @@ class _Growing:
         final, memory, counts, code, _, ran = carried
         self._enter(counts if self.drawn else draws, code)
         self.memory.write(memory, [one.flow for one in self.plan])
+        self.source.check()
         values, rounds = iter(final), None
         if self.source.stops:
             rounds = NumberNode(ran, int, 0 if _is_traced(self.over) else 1, self.rounds)
@@ -438,15 +518,16 @@ class _Growing:
         if self.failures is not None and code is not None:
             self.failures.set(code)
 
-    def _step(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, _Added]:
+    def _step(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
         if not self.source.stops:
-            return self._round(carried, number)
+            return self._round(carried, given)
         after = jax.lax.cond(
-            carried[4], lambda same: same, lambda live: self._round(live, number)[0], carried
+            carried[4], lambda same: same, lambda live: self._round(live, given)[0], carried
         )
         return after, []
 
-    def _round(self, carried: _Carried, number: jax.Array) -> tuple[_Carried, _Added]:
+    def _round(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
+        number, arrays = given
         values, memory, counts, code, _, ran = carried
         self._enter(counts, code)
         explorer = self.trace.explorer
@@ -454,21 +535,21 @@ class _Growing:
         places = self.growth.places
         with self.memory.holding(memory), self.trace.recording() as effects:
             index = NumberNode(number, int, 0, self.rounds - 1)
-            given = iter(values)
-            inside = [self._inside(one, given, index) for one in self.plan]
+            held_by = iter(values)
+            inside = [self._inside(one, held_by, index) for one in self.plan]
             for at in self.memory.given:
                 inside[at] = self.leaves[at]
             operands, held = pytree.unflatten(self.spec, inside)
             before = self.outside.read(places)
             self.outside.write(places, held)
-            at = self.source.number(self.growth.peel, index)
+            item = self.source.item(self.growth.peel, index, arrays)
             watch = Surroundings(self.source.functions, operands)
             outside, first = read_outside(self.trace), next(SERIALS)
 
             def run() -> Any:
                 with contextlib.ExitStack() as stack:
                     lists = [stack.enter_context(one.collecting()) for one in self.lists]
-                    stop, made = self.source.run(at, operands)
+                    stop, made = self.source.run(item, operands)
                     return stop, [list(one.items) for one in lists], made, watch.read(places)
 
             try:
@@ -493,10 +574,10 @@ class _Growing:
 
         reached = {*map(id, spec.containers.values()), *(id(v) for v, _ in watch.snapshot.saved)}
         this = Round(first, inside, found, reached, is_next, self.memory)
-        arrays = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
-        given = {at: value_of(self.leaves[at]) for at in self.memory.given}
+        made = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
+        kept_as = {at: value_of(self.leaves[at]) for at in self.memory.given}
         after = [
-            given[at] if at in given else self._carry(leaf, one, index)
+            kept_as[at] if at in kept_as else self._carry(leaf, one, index)
             for at, (leaf, one) in enumerate(zip(found, self.plan, strict=True))
         ]
         self.drawn = any(a is not b for a, b in zip(self.trace.draws, counts, strict=True))
@@ -504,7 +585,7 @@ class _Growing:
         code = None if self.failures is None else self.failures.value
         kept = [value for value in after if value is not None]
         is_last = truth(stop) if _is_traced(stop) else jnp.bool_(stop)
-        return (kept, memory, counts, code, is_last, ran + 1), arrays
+        return (kept, memory, counts, code, is_last, ran + 1), made
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
         """Return the array of a variable after a round, which has to change it as known."""

@@ -7,7 +7,7 @@ import dis
 import functools
 import linecache
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -17,6 +17,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import is_inside
 from tpuport.source.rewrite.live import Site
 from tpuport.tracing.core.active import Attempts, innermost
+from tpuport.tracing.core.counted_loops import is_counted
 from tpuport.tracing.core.errors import TRACER, port_error
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor
@@ -28,7 +29,7 @@ OPS_APART, _SAMPLES = 32, 8
 
 
 def note_long() -> None:
-    """Note the loops over a range that run now; restart to rewrite one that has run long.
+    """Note the loops that run now; restart to rewrite a long one over a range or rows.
 
     Raises:
         RestartTrace: it has not been rewritten yet.
@@ -38,13 +39,13 @@ def note_long() -> None:
     if trace is None or trace.explorer is None or trace.explorer.plan.whole:
         return
     plan, counts = trace.explorer.plan, trace.loop_samples
-    for ident, code, position in _stack():
-        for line in _loop_lines(code, position):
-            if "range(" not in linecache.getline(code.co_filename, line):
-                continue
-            counts[ident, code, line] = counts.get((ident, code, line), 0) + 1
+    for frame in _frames():
+        code = frame.f_code
+        for line in _loop_lines(code, frame.f_lasti):
+            key = id(frame), code, line
+            counts[key] = counts.get(key, 0) + 1
             is_new = (code.co_filename, line, None) not in plan.tried
-            if counts[ident, code, line] >= _SAMPLES and is_new:
+            if counts[key] >= _SAMPLES and is_new and is_counted(frame, line):
                 raise RestartTrace(site=(code, Site(line)))
 
 
@@ -113,13 +114,15 @@ def not_whole(why: str, place: str) -> PortError:
 
 
 def _stack() -> Stack:
+    return [(id(frame), frame.f_code, frame.f_lasti) for frame in _frames()]
+
+
+def _frames() -> Iterator[FrameType]:
     frame: FrameType | None = sys._getframe(1)
-    found: Stack = []
     while frame is not None and frame.f_code.co_filename != TRACER:
         if not is_inside(frame.f_code.co_filename):
-            found.append((id(frame), frame.f_code, frame.f_lasti))
+            yield frame
         frame = frame.f_back
-    return found
 
 
 @functools.cache

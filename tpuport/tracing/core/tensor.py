@@ -29,6 +29,7 @@ from tpuport.tracing.core.sym_numbers import from_node, number
 from tpuport.tracing.core.view_steps import (
     DETACH,
     Detach,
+    Moving,
     ViewStep,
     apart,
     note_read,
@@ -327,9 +328,16 @@ class TracedTensor(backend.TorchaxTensor):
 
     def storage_offset(self) -> int:
         """Return where this begins in its storage; an argument may begin elsewhere in eager's."""
+        self.refuse_moving()
         if self._storage.trace is not None:
             self._storage.trace.offsets_read.add(self._storage.serial)
         return int(torch.Tensor.storage_offset(self))
+
+    def refuse_moving(self) -> None:
+        """Raise if this begins at another place of its storage in each round of a loop."""
+        for step in self._chain:
+            if isinstance(step, Moving):
+                step.refuse()
 
     def expand_as(self, other: torch.Tensor) -> torch.Tensor:
         """Expand to another tensor's sizes, of which C++ would see the padded ones.

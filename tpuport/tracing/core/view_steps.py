@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,17 @@ class Detach(ViewStep):
     """
 
     graph: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Moving(ViewStep):
+    """The step to a part of its base that is another one in each round of a loop.
+
+    Attributes:
+        refuse: Raises, if code asks where in memory the part is.
+    """
+
+    refuse: Callable[[], NoReturn]
 
 
 aten = torch.ops.aten

@@ -50,6 +50,7 @@ def as_strided(
     assert isinstance(base, TracedTensor)
     offset: Any = storage_offset
     if offset is None:
+        base.refuse_moving()
         offset = torch.Tensor.storage_offset(base)
     else:
         base.storage_offset()  # notes that the place is counted from the start

@@ -1,0 +1,26 @@
+"""Loops over items as Python runs them, and what they go over."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Items:
+    """What `function(*given, **named)` goes over; the call is made where the loop begins."""
+
+    def __init__(self, function: Callable[..., Any], *given: Any, **named: Any) -> None:
+        self.function, self.given, self.named = function, given, named
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.function(*self.given, **self.named))
+
+
+def looped(
+    items: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool
+) -> tuple[Any, ...]:
+    """Run a loop as Python does; the arguments are those of `for_items`."""
+    for item in items:
+        made = body(item, *operands)
+        operands = made[1:] if stops else made
+        if stops and made[0]:
+            break
+    return operands
