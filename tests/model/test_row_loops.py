@@ -1,5 +1,7 @@
 """Long loops over the rows of a tensor: one program, equal to eager PyTorch."""
 
+# ruff: noqa: B905 (`zip` is as user code writes it)
+
 from typing import Any
 
 import pytest
@@ -360,15 +362,190 @@ class OtherLoops(Loops):
         return h
 
 
-ways = {n: f for n, f in (vars(Loops) | vars(OtherLoops)).items() if n[0] != "_" and callable(f)}
+class Paired(Loops):
+    """Rows with numbers, side by side, and parts of more than one row."""
+
+    def numbered(self, x):
+        h, outs = x[0], []
+        for i, row in enumerate(x):
+            h = torch.tanh(h * 0.5 + row * i)
+            outs.append(h)
+        return torch.stack(outs, 1), h
+
+    def numbered_from(self, x):
+        h = x[0]
+        for i, row in enumerate(x.unbind(1), start=2):
+            h = h * 0.5 + row.sum() * i + x[i - 2].mean()
+        for i, row in enumerate(x, -3):
+            h = h + row * i if i else h
+        return h
+
+    def side_by_side(self, x):
+        h = x[0]
+        for a, b in zip(x, (x * 2).unbind(0)):
+            h = h * 0.5 + a * b
+        return h
+
+    def shortest(self, x):
+        h, outs = x[0], []
+        for a, b, t in zip(x, x[1:], range(9, 0, -1)):
+            h = h * 0.5 + a * b / t
+            outs.append(h * 2)
+        return h, torch.stack(outs)
+
+    def all_of_it(self, x):
+        h, ids = x[0], (x * 10).long()
+        for i, (a, (k, b)) in enumerate(zip(x, enumerate(ids, 1))):
+            h = h * 0.5 + a * i + b * k + b.sum()
+        return h
+
+    def strictly(self, x):
+        h = x[0]
+        for a, b in zip(x, x.flip(0), strict=True):
+            h = h * 0.5 + a * b
+        return h
+
+    def as_a_pair(self, x):
+        h = x[0]
+        for pair in zip(x, x.flip(0)):
+            h = h * 0.5 + torch.maximum(*pair) + pair[0]
+        return h
+
+    def parts(self, x):
+        h, outs = x[:2], []
+        for part in x.repeat(4, 1).split(2):
+            h = torch.tanh(h * 0.5 + part)
+            outs.append(h.sum(0))
+        for part in torch.split(x, 1, dim=1):
+            h = h * 0.5 + part[:2]
+        return h, torch.stack(outs)
+
+    def chunks(self, x):
+        h = x[:, 0]
+        for part in x.chunk(4, dim=-1):
+            h = h * 0.5 + part.sum(1) * part.stride(0)
+        for i, part in enumerate(torch.chunk(x.repeat(4, 1), len(x))):
+            h = h * 0.5 + part.mean() * i
+        return h
+
+    def whole_parts(self, x):
+        ids, h = (x * 10).long(), x[:2].long()
+        for part in ids.repeat(4, 1).split(2, 0):
+            h = h // 2 + part
+        return h
+
+    def ends_by_a_row(self, x):
+        h, n = x[0], 0
+        for i, row in enumerate(x):
+            h, n = h * 1.5 + row * i, n + 2
+            if row.sum() > 0.5:
+                break
+        return h, n
 
 
-@pytest.mark.parametrize("name", ways)
-def test_rows_of_a_loop(name: str, short: None):
-    class One(Loops):
-        forward = ways[name]
+class OddlyPaired(Loops):
+    """What keeps such loops as they are."""
+
+    def unequal(self, x):
+        h, y = x[0], torch.cat([x, x, x[:1]])
+        for part in y.split(5):
+            h = h * 0.5 + part.sum(0)
+        for part in y.chunk(5):
+            h = h * 0.5 + part.sum(0)
+        return h
+
+    def of_sizes(self, x):
+        h = x[0]
+        for part in x.split([1] * len(x)):
+            h = h * 0.5 + part[0]
+        return h
+
+    def with_a_list(self, x):
+        h = x[0]
+        for a, b in zip(x, [1.0, 2.0, 3.0, 4.0, 5.0]):
+            h = h * 0.5 + a * b
+        return h
+
+    def with_an_iterator(self, x):
+        h, numbers = x[0], iter(range(12))
+        for a, b in zip(numbers, x):
+            h = h * 0.5 + a * b
+        return h + next(numbers)
+
+    def numbered_iterator(self, x):
+        h, pairs = x[0], enumerate(x)
+        for i, row in pairs:
+            h = h * 0.5 + row * i + next(pairs)[1]
+        return h
+
+    def too_strict(self, x):
+        h = x[0]
+        try:
+            for a, b in zip(x, x[2:], strict=True):
+                h = h * 0.5 + a * b
+        except ValueError:
+            h = h * 7
+        return h
+
+    def number_read_later(self, x):
+        h = x[0]
+        for i, row in enumerate(x):
+            h = h * 0.5 + row * i
+        return h + i  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def pair_appended(self, x):
+        pairs = []
+        for pair in zip(x, x.flip(0)):
+            pairs.append(pair)
+        return pairs
+
+    def other_is_written(self, x):
+        y, h = x.detach() * 1, x[0]
+        for a, b in zip(x, y):
+            y[-1] += 1
+            h = h * 0.5 + a + b
+        return h, y
+
+    def first_writes(self, x):
+        y, h = x.detach() * 1, x[0]
+        for i, row in enumerate(y):
+            if i == 0:
+                y.mul_(2)
+            h = h * 0.5 + row
+        return h, y
+
+    def part_is_written(self, x):
+        y, h = x.detach().repeat(4, 1), x[0]
+        for part in y.split(2):
+            part[0] *= 2
+            h = h * 0.5 + part.sum(0)
+        return h, y
+
+    def shadowed(self, x):
+        def zip(a, b):
+            return [(b[0], a[0])] * 5
+
+        h = x[0]
+        for a, b in zip(x.unbind(0), x.unbind(1)):
+            h = h * 0.5 + a.sum() * b
+        return h
+
+
+scanned = (Loops, Paired)
+ways = [
+    pytest.param(kind, name, id=f"{kind.__name__}-{name}")
+    for kind in (*scanned, OtherLoops, OddlyPaired)
+    for name, way in vars(kind).items()
+    if name[0] != "_" and callable(way)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), ways)
+def test_rows_of_a_loop(kind: type[Loops], name: str, short: None):
+    class One(kind):
+        forward = vars(kind)[name]
 
     calls = tuple((torch.randn(rows, 4),) for rows in (6, 8, 6))
     ported = check_calls(Scenario(name, One, calls), by_tpuport)
-    assert bool(rolled(ported)) is (name in vars(Loops))
+    assert bool(rolled(ported)) is (kind in scanned)
     check_gradients(Scenario(name, One, calls[:1]), by_tpuport)

@@ -11,7 +11,11 @@ class Items:
         self.function, self.given, self.named = function, given, named
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.function(*self.given, **self.named))
+        return iter(self._made())
+
+    def _made(self) -> Any:
+        given = [one._made() if type(one) is Items else one for one in self.given]
+        return self.function(*given, **self.named)
 
 
 def looped(

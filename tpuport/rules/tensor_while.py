@@ -1,6 +1,7 @@
 """TPU104: a Python loop whose end depends on a traced value."""
 
 import ast
+from functools import partial
 
 from tpuport.rules._blocks import Layout
 from tpuport.rules._effects import changed_names, refuse_changed_operands, refuse_effects
@@ -28,8 +29,8 @@ class TensorWhile(Rule):
     row that there can be, under a `lax.cond` that asks whether the row is there. A loop over a
     range that has many rounds, or makes a tensor longer (`x = torch.cat([x, y])`), calls
     `tpuport.ops.for_range`: its body is compiled once, with a buffer of the last size for such a
-    tensor, where that is proved to be the same. A long loop over the rows of a tensor calls
-    `tpuport.ops.for_items` in the same way.
+    tensor, where that is proved to be the same. A long loop over the rows or equal parts of
+    a tensor, with `enumerate` and `zip` too, calls `tpuport.ops.for_items` in the same way.
 
     ## Why is this bad?
     While a program is traced the tensor has no value yet, so asking for its truth raises
@@ -138,7 +139,8 @@ class TensorWhile(Rule):
         # Only a trace knows whether the number of rows depends on data.
         if not context.is_live or not context.is_traced(node.iter):
             return
-        if is_range(node.iter) or not _is_builtin(node.iter):
+        is_counted = is_range(node.iter) or (_is_paired(node.iter) and context.grows(node))
+        if is_counted or not _is_builtin(node.iter):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
@@ -301,23 +303,34 @@ def _call_edit(
     return layout.edit([made, call], expressions, gap=True)
 
 
-# Methods of tensors that give views of their parts.
-_PARTS = {"unbind"}
+# Methods of tensors that give views of all their parts.
+_PARTS = {"unbind", "split", "chunk"}
+
+
+def _is_paired(node: ast.expr) -> bool:
+    match node:
+        case ast.Call(func=ast.Name(id="enumerate" | "zip")):
+            return True
+        case _:
+            return False
 
 
 def _items(node: ast.expr, expressions: Expressions) -> Passage:
-    """Return what a loop goes over, with a call that gives parts of tensors left to the loop."""
+    """Return what a loop goes over, with calls that give parts of tensors left to the loop."""
     match node:
-        case ast.Call(func=ast.Attribute(attr=name), args=given, keywords=named) if name in _PARTS:
-            pass
+        case ast.Call(func=ast.Attribute(attr=name)) if name in _PARTS:
+            inner = expressions.copy
+        case ast.Call() if _is_paired(node):
+            inner = partial(_items, expressions=expressions)
         case _:
             return expressions.copy(node)
-    if any(isinstance(one, ast.Starred) for one in given) or None in {one.arg for one in named}:
+    is_spread = None in {one.arg for one in node.keywords}
+    if is_spread or any(isinstance(one, ast.Starred) for one in node.args):
         return expressions.copy(node)
     made = Passage.of(f"{OPS}.Items(", expressions.module.origin(node))
     made = made + expressions.copy(node.func)
-    for one in given:
-        made = made + ", " + _items(one, expressions)
-    for one in named:
+    for one in node.args:
+        made = made + ", " + inner(one)
+    for one in node.keywords:
         made = made + f", {one.arg}=" + expressions.copy(one.value)
     return made + ")"

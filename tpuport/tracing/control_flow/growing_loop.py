@@ -121,15 +121,18 @@ class _Range:
 class _Items(_Range):
     """`for item in series: operands = body(item, *operands)`."""
 
-    def __init__(self, series: Series, body: Callable[..., Any], *, stops: bool) -> None:
+    def __init__(
+        self, items: Any, series: Series, body: Callable[..., Any], *, stops: bool
+    ) -> None:
         super().__init__(range(series.count), body, stops=stops)
+        self.items = items
         self.series, self.key, self.watch = series, series.key, ItemsWatch(series)
         self._made: list[Any] | None = None
 
     def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
         """Run a round; return whether the loop ends after it, and the operands."""
         if self._made is None:
-            self._made = list(self.series.plain())
+            self._made = list(self.items)
         return self.run(self._made[number], operands)
 
     def first(self, number: int) -> Any:
@@ -138,7 +141,7 @@ class _Items(_Range):
 
     def arrays(self, peel: int) -> list[jax.Array]:
         """Return what the scan goes over besides the numbers of the rounds that are alike."""
-        return self.series.arrays(peel)
+        return self.series.arrays(slice(peel, len(self.numbers)))
 
     def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
         """Return what a round gets, which is counted from those that are alike."""
@@ -225,7 +228,7 @@ def traced_items(
     """
     series = series_of(items)
     if series is not None:
-        source = _Items(series, body, stops=stops)
+        source = _Items(items, series, body, stops=stops)
         return _run(source, operands, is_short=series.count < _FEWEST_ROUNDS)
     if not stops and isinstance(items, TracedTensor) and 0 in extents_of(items):
         return traced_for(items, body, operands, ())

@@ -40,6 +40,8 @@ def _has_rows(node: ast.expr, frame: FrameType) -> bool:
     match node:
         case ast.Attribute(attr=name) if name in _NO_ROWS:
             return False
+        case ast.Call(func=ast.Name(id="enumerate" | "zip"), args=given):
+            return any(_has_rows(one, frame) for one in given)
         case ast.Call(func=ast.Attribute(value=value), args=given):
             is_function = isinstance(_value(value, frame), ModuleType)
             return any(_has_rows(one, frame) for one in (given if is_function else [value]))
