@@ -10,14 +10,21 @@ from tpuport.tracing.control_flow import growing_loop
 from tpuport.tracing.core import loop_sites
 from tpuport.tracing.dispatch import dispatch
 
-# Over numbers or rows; `t` is the number of the round.
+# Over numbers, rows or parts; `t` is the number of the round.
 _FOR = (
     "for t in range(5):", "for t in range(1, 6):", "for t in range(0, 10, 2):",
     "for t in range(6):", "for t in reversed(range(5)):", "for t in range(5, 0, -1):",
     "for t in range(n + 4):", "for t in range(len(x) + 2):", "for t, row in enumerate(r[:5]):",
     "for t, row in enumerate(x):", "for t, (row, col) in enumerate(zip(x, y)):",
     "for row in r[:5]:", "for _ in range(5):", "for t, row in zip(range(5), r):",
-    "for t, row in enumerate(r[:5], 1):",
+    "for t, row in enumerate(r[:5], 1):", "for row in r.unbind(0):", "for row in x.unbind(1):",
+    "for row in torch.unbind(r[:6], dim=0):", "for t, row in enumerate(r.t().unbind(-1)):",
+    "for row in r.split(2):", "for row in r.split(5):", "for row in torch.split(r, 3, dim=0):",
+    "for row in r.chunk(4):", "for t, row in enumerate(r.chunk(6), start=2):",
+    "for row in y.chunk(4, dim=1):", "for row, t in zip(r.unbind(0), range(2, 8)):",
+    "for row, col in zip(r[:6], r.flip(0).unbind(0)):", "for row in r:", "for row in h.unbind(1):",
+    "for t, (row, col) in enumerate(zip(r.split(2), r[1:]), 1):", "for row in k.repeat(3):",
+    "for row, col in zip(r.split(1), flat):", "for row in out[1]:", "for row in flat.view(6, 2):",
 )  # fmt: skip
 # With what is last in their body.
 _WHILE = (
@@ -110,10 +117,29 @@ _MORE = (
     "d = len(h); e = e * d",
     "try:\n    e = e + outs[t]\nexcept (IndexError, TypeError, RuntimeError):\n    e = e * 0.5",
 )  # fmt: skip
+# What is done with the row of a round.
+_USES = (
+    *("e = e + row.sum()", "e = e * 0.5 + row.mean()", "s = s + row.sum()", "s = s * row.amax()"),
+    *("e = e + row.flatten()[:1]", "more.append(row.sum())", "outs.append(row * 2)", "prev = row"),
+    "outs.append(row)", "row = row * 2; e = e + row.mean()", "row.mul_(0.5)", "row[..., :1] = 0.5",
+    "r[-1] += 1; e = e + row.sum()", "r.mul_(0.5); s = row.sum()", "r = r * 0.5; s = row.sum()",
+    "e = e if row is prev else e + row.sum()", "e = e + row.detach().sum()", "self.cache = row",
+    "e = e + row.sum() * row.stride(0)", "e = e + row.storage_offset() * 0.1", "view = row",
+    "table['row'] = row", "e = e + row.clone().mul_(2).sum()", "outs.append(row.clone())",
+    "if row.sum() > 1:\n    e = e * 0.5", "row = row.clone(); row += 1; e = e + row.mean()",
+    "with torch.no_grad():\n    row.add_(1)", "e = e + row.new_ones(()) * row.sum()",
+    "outs.append(row.unsqueeze(0))", "e = e + (row.sum() if t != 2 else 0)",
+    "if t == 3:\n    row.zero_()", "e = e + row.sum() * row.requires_grad",
+    "e = e + (row.sum() if prev is None else prev.sum()); prev = row * 1",
+    "try:\n    row += 1\nexcept RuntimeError:\n    e = e + row.sum()",
+    "if row.sum() < 0:\n    continue", "h = h + row.mean(); e = e + row.sum()",
+    "e = e + row.as_strided((1,), (1,))",
+)  # fmt: skip
 _ENDS = (
     "s > 0.25", "(e > 0.25).all()", "e.sum() > 0 and n > 1", "not (e < 0.25).any()", "len(h) > 7",
     "n > 6", "e.abs().max().item() < 0.25", "m[t % 3]", "t > 3", "h[-1].sum() > 1 or t > 4",
     "len(outs) > 3", "m.all()",
+    "row is not None and row.sum() > 2",
 )  # fmt: skip
 _AFTER = (
     "h = h * 2", "h.mul_(2)", "outs[-1].mul_(2) if outs and torch.is_tensor(outs[-1]) else None",
@@ -124,7 +150,7 @@ _AFTER = (
     "try:\n    a = torch.stack(outs)\nexcept (TypeError, RuntimeError):\n    a = None",
     "try:\n    a = torch.cat(outs, 0)\nexcept (TypeError, RuntimeError, ValueError):\n    a = None",
     "a = torch.stack(more, 1) if more and torch.is_tensor(more[0]) else a", "cache.k = None",
-    "e = prev",
+    "e = prev", "r.mul_(2)", "s = s + row.sum() if row is not None else s",
 )  # fmt: skip
 _START = (
     "a, e, row, t = self.lin(x), None, None, {t}", "b, s, n = y.clone(), y.mean(), 1",
@@ -143,7 +169,7 @@ _FULL = (
 )  # fmt: skip
 _RETURN = (
     "return (a, b, e, h, g, v, w, s, n, p, q, ids, out, flat, mask, view, outs, more, rows, past,\n"
-    "        prev if prev is not h else None, cache.k, cache.rows, table, caches{t})"
+    "        prev if prev is not h else None, r, cache.k, cache.rows, table, caches{t})"
 )
 
 
@@ -162,6 +188,8 @@ def program(seed: int) -> Program:
     does += [_WRITE] if draw.random() < 0.3 else []
     does += [_LIST] if draw.random() < 0.35 or not does else []
     body = [draw.choice(one) for one in does] + draw.sample(_MORE, draw.choice((0, 0, 1, 1, 2)))
+    if "row" in head and draw.random() < 0.8:
+        body += draw.sample(_USES, draw.choice((1, 1, 2)))
     if draw.random() < 0.4:
         draw.shuffle(body)
     else:

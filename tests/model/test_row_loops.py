@@ -4,12 +4,15 @@
 
 from typing import Any
 
+import jax
 import pytest
 import torch
 from torch import nn
 
+import tpuport
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 from tests.model.test_long_loops import rolled, size_of
+from tpuport.tracing.control_flow import growing_loop
 
 
 class Cell(nn.Module):
@@ -62,6 +65,21 @@ def test_a_loop_over_rows_is_one_scan(kind: type[nn.Module]):
 def test_the_program_is_no_longer_for_more_rows(kind: type[nn.Module]):
     few, many = (size_of(kind().eval(), torch.randn(2, length, 4)) for length in (64, 160))
     assert many - few <= 96  # a row of each round that is appended, which nothing reads
+
+
+def test_draws_are_those_of_the_unrolled_loop(monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    model, xs = Cell(), torch.randn(2, 40, 4)
+
+    def drawn() -> torch.Tensor:
+        ported = tpuport.convert(model)
+        run = jax.jit(lambda *a: ported.apply(*a, xs)[0][0])  # op by op it is slow
+        return tpuport.to_torch(run(ported.params, ported.buffers, jax.random.key(3)))
+
+    scanned = drawn()
+    monkeypatch.setattr(growing_loop, "_FEWEST_ROUNDS", 99)
+    assert (scanned == 0).any()
+    torch.testing.assert_close(scanned, drawn())
 
 
 def test_short_loops_stay_as_they_are():
@@ -520,6 +538,19 @@ class OddlyPaired(Loops):
             part[0] *= 2
             h = h * 0.5 + part.sum(0)
         return h, y
+
+    def window_of_the_storage(self, x):
+        h, y = x[0], x.detach() * 2
+        for row in y:
+            h = h * 0.5 + row + row.as_strided((4,), (1,), 4)
+        return h
+
+    def seen_by_id(self, x):
+        h, seen = x[0], {}
+        for row in x:
+            seen[id(row)] = 1
+            h = h * 0.5 + row
+        return h, len(seen)
 
     def shadowed(self, x):
         def zip(a, b):

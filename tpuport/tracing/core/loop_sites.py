@@ -45,8 +45,10 @@ def note_long() -> None:
             key = id(frame), code, line
             counts[key] = counts.get(key, 0) + 1
             is_new = (code.co_filename, line, None) not in plan.tried
-            if counts[key] >= _SAMPLES and is_new and is_counted(frame, line):
-                raise RestartTrace(site=(code, Site(line)))
+            if counts[key] >= _SAMPLES and is_new:
+                if is_counted(frame, line):
+                    raise RestartTrace(site=(code, Site(line)))
+                counts[key] = 0
 
 
 def note_joined(parts: Iterable[Any], result: Any) -> None:

@@ -49,8 +49,8 @@ def as_strided(
         base = current().alias(base)  # type: ignore[union-attr, assignment]
     assert isinstance(base, TracedTensor)
     offset: Any = storage_offset
+    base.refuse_moving()
     if offset is None:
-        base.refuse_moving()
         offset = torch.Tensor.storage_offset(base)
     else:
         base.storage_offset()  # notes that the place is counted from the start
