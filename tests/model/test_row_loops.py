@@ -552,6 +552,19 @@ class OddlyPaired(Loops):
             h = h * 0.5 + row
         return h, len(seen)
 
+    def turned(self, x):
+        h, y, z = x[0], x.detach() * 2, x.detach() @ x.detach().t()
+        for row in x:
+            h = h * 0.5 + row + y.sum()
+            y.t_()
+        for _ in range(5):
+            y.t_()
+        square = z
+        for row in x:
+            z = z.t_()
+            h = h * 0.5 + row + z[0, 1]
+        return h, y, z, square
+
     def shadowed(self, x):
         def zip(a, b):
             return [(b[0], a[0])] * 5

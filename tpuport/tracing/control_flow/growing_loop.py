@@ -547,6 +547,7 @@ class _Growing:
             self.outside.write(places, held)
             item = self.source.item(self.growth.peel, index, arrays)
             watch = Surroundings(self.source.functions, operands)
+            turned = watch.turned(inside)
             outside, first = read_outside(self.trace), next(SERIALS)
 
             def run() -> Any:
@@ -561,6 +562,8 @@ class _Growing:
                 self.outside.write(places, before)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             self._refuse_effects(effects, watch, spec, places)
+            if turned():
+                raise _unproved("a round turns a tensor in place")
             if names := outside():
                 raise _unproved(f"a round changes what is outside of the call ({names[0]})")
             written = [s for s, _, _ in effects.before.values() if s is not self.failures]

@@ -17,6 +17,7 @@ from tpuport.foundation.pytree.children import Children, children, refill
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.control_flow.merge import branch_leaf
 from tpuport.tracing.core.storage import Flow
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import flow_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
@@ -116,6 +117,15 @@ class Surroundings:
     def has_iterator(self) -> bool:
         """Return whether it reaches an iterator, whose position nothing shows."""
         return any(isinstance(value, Iterator) for value, _ in self.snapshot.saved)
+
+    def turned(self, variables: Sequence[Any]) -> Callable[[], bool]:
+        """Return what tells whether a tensor among these or what is reached is turned in place.
+
+        That is by `t_`, `unsqueeze_` and the like, which change what the object is a view of.
+        """
+        values = [*variables, *self.held, *(part for one in self.states[0] for part in one.all)]
+        before = [(one, one._chain) for one in values if isinstance(one, TracedTensor)]
+        return lambda: any(one._chain is not chain for one, chain in before)
 
     def note(self, operands: Any) -> None:
         """Note how a round has left things."""
