@@ -118,7 +118,7 @@ _MORE = (
     "try:\n    e = e + outs[t]\nexcept (IndexError, TypeError, RuntimeError):\n    e = e * 0.5",
 )  # fmt: skip
 # What is done with the row of a round.
-_USES = (
+USES = (
     *("e = e + row.sum()", "e = e * 0.5 + row.mean()", "s = s + row.sum()", "s = s * row.amax()"),
     *("e = e + row.flatten()[:1]", "more.append(row.sum())", "outs.append(row * 2)", "prev = row"),
     "outs.append(row)", "row = row * 2; e = e + row.mean()", "row.mul_(0.5)", "row[..., :1] = 0.5",
@@ -189,7 +189,7 @@ def program(seed: int) -> Program:
     does += [_LIST] if draw.random() < 0.35 or not does else []
     body = [draw.choice(one) for one in does] + draw.sample(_MORE, draw.choice((0, 0, 1, 1, 2)))
     if "row" in head and draw.random() < 0.8:
-        body += draw.sample(_USES, draw.choice((1, 1, 2)))
+        body += draw.sample(USES, draw.choice((1, 1, 2)))
     if draw.random() < 0.4:
         draw.shuffle(body)
     else:

@@ -1,9 +1,19 @@
-"""Random loops over a range that append to lists, as programs for the judge of whole programs."""
+"""Random loops that append to lists, over a range or rows, for the judge of whole programs."""
 
 import random
 
+from benchmarks.whole_programs import loops
 from benchmarks.whole_programs.programs import HOSTILE, Call, Node, Program
 
+_HEADS = (
+    *("t in range(7)", "t in range(1, 8)", "t in range(0, 12, 2)", "t in reversed(range(6))"),
+    *("t in range(6, -1, -1)", "t in range(n + 5)", "t, row in enumerate(r[:7])"),
+    *("t, row in enumerate(r[:6].unbind(0), 1)", "t, (row, col) in enumerate(zip(r[:7], r[2:]))"),
+    *("t, row in enumerate(r.split(2))", "t, row in zip(range(7), r.chunk(5))"),
+    *("t, row in enumerate((r * 2).unbind(1), 1)", "t, row in enumerate((r * 8).long()[:6])"),
+    *("t, row in zip(range(7), r.bfloat16())", "t, row in enumerate(r.detach()[:7])"),
+    *("t, row in enumerate(x.unbind(-1))", "t, row in enumerate(torch.split(r[:6], 1), start=2)"),
+)
 _STATES = (
     "h = torch.tanh(self.lin(h) + x)", "h = h * 0.5 + x[:, :1]", "h = torch.where(h > 0, h, x)",
     "h = h + r[t % 3] if False else h + r[t]", "h = self.norm(h) + t", "h, g = g, h * 0.5",
@@ -53,18 +63,11 @@ _JOINED = (
 def program(seed: int) -> Program:
     """Return a module with one random loop, and what it is called with."""
     draw = random.Random(seed)
-    head = draw.choice(
-        (
-            "range(7)",
-            "range(1, 8)",
-            "range(0, 12, 2)",
-            "reversed(range(6))",
-            "range(6, -1, -1)",
-            "range(n + 5)",
-        )
-    )
+    head = draw.choice(_HEADS)
     body = draw.sample(_STATES, draw.choice((1, 1, 2, 2, 3)))
     body += draw.sample(_ITEMS, draw.choice((1, 1, 1, 2)))
+    if "row" in head:
+        body += draw.sample(loops.USES, draw.choice((1, 1, 2)))
     if draw.random() < 0.3:
         draw.shuffle(body)
     if draw.random() < 0.07:
@@ -79,15 +82,15 @@ def program(seed: int) -> Program:
         "g, prev, q = y * 1, None, None",
         draw.choice(("outs, more = [], []", "outs, more = [], []", "outs, more = [x * 3], []")),
         "d, append = {}, outs.append",
+        "e, view, table = x[:1] * 1, None, d",
         "def scan(h, t):\n    return h * 0.5 + r[t]",
-        f"for t in {head}:\n"
-        + "\n".join("    " + line for one in body for line in one.split("\n")),
+        f"for {head}:\n" + "\n".join("    " + line for one in body for line in one.split("\n")),
         *draw.sample(_AFTER, draw.choice((0, 0, 1, 2))),
     ]
     if draw.random() < 0.6:
         tried = f"try:\n    a = {draw.choice(_JOINED)}"
         lines.append(f"{tried}\nexcept (TypeError, RuntimeError, IndexError):\n    a = None")
-    end = "return a, b, h, g, s, n, outs, more, d, prev, q"
+    end = "return a, b, e, h, g, r, s, n, outs, more, d, prev, q"
     kinds = [draw.choice(("ordinary", "ordinary", *HOSTILE)) for _ in range(2)]
     start = ["a = self.lin(x)", "b, s, n = y.clone(), y.mean(), 1"]
     nodes = [[Node("statement", text) for text in part] for part in (start, lines)]
