@@ -329,25 +329,6 @@ def test_lines_are_whole_and_those_that_come_again_are_taken_out(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["log.jsonl"]
 
 
-def test_tensorboard_has_the_numbers(tmp_path):
-    pytest.importorskip("tensorboardX")
-    board = TensorBoard(tmp_path)
-    board.start(0)
-    board.write(1, {"loss": 2.0})
-    board.close()
-    (file,) = tmp_path.iterdir()
-    assert b"loss" in file.read_bytes()
-
-
-@pytest.mark.parametrize("step", [0, 5])
-def test_tensorboard_hides_what_a_lost_run_wrote(step: int, tmp_path: Path, monkeypatch: Any):
-    made = pytest.importorskip("tensorboardX")
-    options: list[Any] = []
-    monkeypatch.setattr(made, "SummaryWriter", lambda path, purge_step: options.append(purge_step))
-    TensorBoard(tmp_path).start(step)
-    assert options == [step + 1]
-
-
 def test_what_is_not_installed_is_said(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r'WandB needs wandb.*pip install "tpuport\[log\]"'):

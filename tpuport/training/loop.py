@@ -17,7 +17,7 @@ from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.sharding.shard import argument_name
 from tpuport.training.checkpoints import Checkpoints
 from tpuport.training.input.batches import MASK, Batches
-from tpuport.training.metric_writers import Sink, as_sinks
+from tpuport.training.metric_writers import PictureSink, Sink, as_sinks
 from tpuport.training.preemption import Preempted, Preemption
 from tpuport.training.progress import Meter, Shown
 from tpuport.training.state import TrainState
@@ -79,6 +79,9 @@ def fit(
         save_every: the number of steps between two saves.
         log_every: the number of steps between two logs.
         evaluate: returns numbers by name, given the step and the state, which must not change.
+            Among them may be pictures: arrays (height, width, 3) of 8 bits, for sinks that have
+            `write_pictures`. If a state is saved after the same step, that happens afterwards, so a
+            run that is killed meanwhile evaluates again; on SIGTERM nothing is evaluated.
         evaluate_every: the number of steps between evaluations; by default only after the last one.
         sinks: one or several sinks to log to: `JsonLines`, `TensorBoard`, `WandB`, any `Sink`.
         profile: the steps to trace.
@@ -223,12 +226,15 @@ class _RunLoop:
             if times.is_due(number, times.log_every):
                 self._note(number, epoch, state, metrics)
             asked = preemption.asked(number)
-            if asked or times.is_due(number, times.save_every):
-                self._save(state)
-            if asked and number < times.steps:
+            ends = asked and number < times.steps
+            try:
+                if not ends and times.is_due(number, times.evaluate_every):
+                    self._evaluate(number, state)
+            finally:  # a failed evaluation costs no training
+                if asked or times.is_due(number, times.save_every):
+                    self._save(state)
+            if ends:
                 self._end(number)
-            if self.evaluate is not None and times.is_due(number, times.evaluate_every):
-                self._evaluate(number, state)
         self._log_pending()
         return state
 
@@ -311,16 +317,21 @@ class _RunLoop:
             sink.write(number, values)
 
     def _evaluate(self, number: int, state: Any) -> None:
+        if self.evaluate is None:
+            return
         self._log_pending()
-        assert self.evaluate is not None
-        found = self.evaluate(self.step, state) or {}
-        values = {f"evaluate/{name}": _number(value) for name, value in found.items()}
+        found = {f"evaluate/{n}": v for n, v in (self.evaluate(self.step, state) or {}).items()}
+        pictures = {name: value for name, value in found.items() if np.ndim(value) == 3}
+        values = {name: _number(value) for name, value in found.items() if name not in pictures}
         if values:
             self.shown.note(
                 f"step {number}  " + "  ".join(f"{n} {v:.4g}" for n, v in values.items())
             )
-            for sink in self.sinks:
+        for sink in self.sinks:
+            if values:
                 sink.write(number, values)
+            if pictures and isinstance(sink, PictureSink):
+                sink.write_pictures(number, pictures)
         self._meter.start(number)
 
     def _end(self, number: int) -> None:
