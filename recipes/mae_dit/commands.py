@@ -30,6 +30,11 @@ Set = Annotated[
 Upstream = Annotated[Path | None, typer.Option(help="Checkout of upstream, to use its classes.")]
 Mesh = Annotated[str | None, typer.Option(metavar="AXES", help="Devices by axis, such as fsdp=8.")]
 Rules = Annotated[str, typer.Option(help="fsdp spreads the weights, ddp does not.")]
+Log = Annotated[
+    str,
+    typer.Option(help="Where numbers and pictures go: json, tensorboard, wandb, with commas."),
+]
+GridEvery = Annotated[int | None, typer.Option(help="Updates between OUT/grids.")]
 Workers = Annotated[int, typer.Option(help="Processes that read images.")]
 
 
@@ -57,7 +62,9 @@ def stage1(
     vgg: Annotated[Path | None, typer.Option(help="Published VGG16; else random.")] = None,
     heads: Annotated[Path | None, typer.Option(help="Published heads of LPIPS.")] = None,
     steps: Annotated[int | None, typer.Option(help="Maximum number of updates.")] = None,
+    log: Log = "json",
     log_every: Annotated[int, typer.Option(help="Updates between lines of the log.")] = 10,
+    grid_every: GridEvery = None,
     workers: Workers = 0,
     mesh: Mesh = None,
     rules: Rules = "fsdp",
@@ -72,7 +79,9 @@ def stage1(
             (vgg, heads),
             on=devices.Devices(mesh_sizes(mesh), rules),
             limit=steps,
+            log=log,
             log_every=log_every,
+            grid_every=grid_every,
             workers=workers,
             say=typer.echo,
         )
@@ -160,8 +169,9 @@ def stage2(
     overrides: Set = None,
     upstream: Upstream = None,
     steps: Annotated[int | None, typer.Option(help="Maximum number of updates.")] = None,
+    log: Log = "json",
     log_every: Annotated[int, typer.Option(help="Updates between lines of the log.")] = 10,
-    grid_every: Annotated[int | None, typer.Option(help="Updates between OUT/grids.")] = None,
+    grid_every: GridEvery = None,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Updates between FID of samples; draws OUT/fid.svg.")
     ] = None,
@@ -189,6 +199,7 @@ def stage2(
             out,
             on=devices.Devices(mesh_sizes(mesh), rules),
             limit=steps,
+            log=log,
             log_every=log_every,
             looks=looks,
             workers=workers,

@@ -20,13 +20,15 @@ from recipes.mae_dit.data import Pictures, batches, batches_of, crop_of, picture
 from recipes.mae_dit.evaluation.inception import Preparation, load_inception
 from recipes.mae_dit.evaluation.measuring import Measures, Reference
 from recipes.mae_dit.models import Autoencoder, make_stage2
+from recipes.mae_dit.reconstructions import SHOWN
 from recipes.mae_dit.runs import Given, latents, plain, trained_autoencoder
+from recipes.mae_dit.sinks import make_sinks
 from recipes.mae_dit.stage2 import training
 from recipes.mae_dit.stage2.conditioning import check_labels
 from recipes.mae_dit.stage2.latents import Cached, write_cache
 from recipes.mae_dit.stage2.sampling import Sampler, sampling_of
 from recipes.mae_dit.statistics import LatentStatistics, read_statistics
-from recipes.mae_dit.watching import SHOWN, Distances, Grids, Watch, Watcher, write_grid
+from recipes.mae_dit.watching import Distances, Grids, Watch, Watcher, write_grid
 from recipes.mae_dit.weights import MODEL, load_run
 from recipes.records import check_record, digest_of
 from tpuport.foundation.errors import UsageError
@@ -209,13 +211,14 @@ def train(
     *,
     on: devices.Devices | None = None,
     limit: int | None = None,
+    log: str = "json",
     log_every: int = 10,
     looks: Looks | None = None,
     workers: int = 0,
     say: Callable[[str], Any] = print,
 ) -> Path:
     """Train, or resume, and return the file of the model; see the command `stage2`."""
-    looks, on = looks or Looks(), on or devices.Devices()
+    looks, on, sinks = looks or Looks(), on or devices.Devices(), make_sinks(log, out)
     with _made(given, sources) as (config, autoencoder), ExitStack() as stack:
         statistics = sources.statistics(config)
         model = make_stage2(config, given.upstream)
@@ -248,6 +251,7 @@ def train(
             log_every=log_every,
             evaluate=watch,
             evaluate_every=None if watch is None else watch.every,
+            sinks=sinks,
         )
     devices.write(out / MODEL, trained.state_dict())
     return out / MODEL

@@ -144,6 +144,15 @@ class Stage1(nn.Module):
             made = torch.round((made + 1) / 2 * 255) / 255 * 2 - 1
         return augment(made, _draws(draws, images, 2))
 
+    def reconstructed(self, images: torch.Tensor) -> torch.Tensor:
+        """Return images, encoded and decoded, in [0, 1]."""
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                return self.model.decode(self.model.encode(images)).clamp(0, 1)
+        finally:
+            self.between_steps()
+
     def first_scales(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return what reconstructions make of the discriminator's `ActNorm`s, by full names."""
         try:

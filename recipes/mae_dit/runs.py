@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 import tpuport
 from recipes.hosts import refuse_several
@@ -19,13 +18,18 @@ from recipes.mae_dit.discriminator import make_discriminator
 from recipes.mae_dit.evaluation.lpips import load_lpips
 from recipes.mae_dit.losses import Stage1, gan_of
 from recipes.mae_dit.models import Autoencoder, make_autoencoder
+from recipes.mae_dit.reconstructions import (
+    SHOWN,
+    Reconstructions,
+    first_images,
+    grid,
+    write_picture,
+)
+from recipes.mae_dit.sinks import make_sinks
 from recipes.mae_dit.statistics import LatentStatistics, statistics
 from recipes.mae_dit.upstream import checkout
 from recipes.mae_dit.weights import MODEL, load_run
 from tpuport.foundation.errors import UsageError
-from tpuport.foundation.files import replacing_file
-
-_SHOWN = 8  # columns of a picture
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,14 @@ def train(
     *,
     on: devices.Devices | None = None,
     limit: int | None = None,
+    log: str = "json",
     log_every: int = 10,
+    grid_every: int | None = None,
     workers: int = 0,
     say: Callable[[str], Any] = print,
 ) -> Path:
     """Train, or resume, and return the file of the autoencoder; see the command `stage1`."""
-    on = on or devices.Devices()
+    on, sinks = on or devices.Devices(), make_sinks(log, out)
     with given.made() as (config, model):
         gan = gan_of(config)
         perceptual = load_lpips(*published, say=say)
@@ -69,6 +75,19 @@ def train(
             identity = {"config": plain(asdict(config)), "batches": len(batches_)}
             on.join({"configuration and images": identity})
             steps = stage1.Stage1Steps(modules, config, len(batches_), on.place)
+            watch = None
+            if grid_every is not None:
+                refuse_several("drawing while it trains", "which writes the pictures")
+                updates = len(batches_) * config.experiment.epochs
+                watch = Reconstructions(
+                    steps.ported,
+                    first_images(batches(config, given.data)),
+                    out / "grids",
+                    every=grid_every,
+                    last=min(limit or updates, updates),
+                    averaged=config.arch.ema_decay is not None,
+                    seed=config.seed,
+                )
             trained: Any = stage1.train(
                 steps,
                 batches_,
@@ -77,6 +96,8 @@ def train(
                 identity=identity,
                 limit=limit,
                 log_every=log_every,
+                sinks=sinks,
+                watch=watch,
             )
     devices.write(out / MODEL, trained.model.state_dict())
     return out / MODEL
@@ -133,18 +154,5 @@ def reconstruct(given: Given, run: Path, out: Path) -> tuple[int, float]:
             rows.extend(zip(images[valid], made[valid], strict=True))
     if not found:
         raise UsageError("no image for validation can be decoded: there is nothing to reconstruct")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing_file(out) as temporary:
-        Image.fromarray(grid(rows[: 2 * _SHOWN])).save(temporary, format="PNG")
+    write_picture(out, grid(rows[: 2 * SHOWN]))
     return len(found), float(np.mean(found))
-
-
-def grid(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
-    """Return pairs of images (3, H, W) in [0, 1] as a picture, each above its other one."""
-    lines = []
-    for start in range(0, len(pairs), _SHOWN):
-        part = pairs[start : start + _SHOWN]
-        blank = [np.ones_like(part[0][0])] * (_SHOWN - len(part))
-        for number in (0, 1):
-            lines.append(np.concatenate([*(pair[number] for pair in part), *blank], 2))
-    return np.round(np.concatenate(lines, 1).transpose(1, 2, 0) * 255).astype(np.uint8)

@@ -1,6 +1,6 @@
 """Stage 1: an autoencoder and a discriminator take turns, each as one program."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from recipes.mae_dit.config import Config
 from recipes.mae_dit.devices import trained
 from recipes.mae_dit.discriminator import ActNorm
 from recipes.mae_dit.losses import Active, Stage1, active_in, gan_of
+from recipes.mae_dit.reconstructions import Reconstructions
 from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.records import check_run
 from tpuport.foundation import pytree
@@ -22,7 +23,6 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.training import (
     Alternating,
     Checkpoints,
-    JsonLines,
     TrainState,
     TrainStep,
     alternating,
@@ -30,6 +30,7 @@ from tpuport.training import (
     from_torch,
     make_train_step,
 )
+from tpuport.training.metric_writers import Sink
 
 
 def _generator(modules: Any, batch: Any, active: Active) -> Any:
@@ -220,17 +221,21 @@ def train(
     identity: Mapping[str, Any],
     limit: int | None = None,
     log_every: int = 10,
+    sinks: Sequence[Sink],
+    watch: Reconstructions | None = None,
 ) -> torch.nn.Module:
     """Train, or resume after the last checkpoint of the same command.
 
     Args:
         steps: The steps.
         batches: `Batches` of the images.
-        out: Folder of the run: OUT/states and OUT/log.jsonl.
+        out: Folder of the run, for OUT/states.
         config: The configuration.
         identity: What a resumed run must have been begun with.
         limit: Largest number of updates.
         log_every: Updates between lines of the log.
+        sinks: Where numbers and pictures go.
+        watch: Draws pictures.
 
     Returns:
         The trained modules. They have the averaged weights if there are any.
@@ -243,7 +248,7 @@ def train(
         identity,
         "give what the run was begun with, or another --out",
     )
-    per_epoch, sink = len(batches), JsonLines(out / "log.jsonl")
+    per_epoch = len(batches)
     every = per_epoch * config.experiment.save_ckpt_freq
     state, step = None, None
     with Checkpoints(out / "states") as saved:
@@ -261,7 +266,9 @@ def train(
                 checkpoints=saved,
                 save_every=every,
                 log_every=log_every,
-                sinks=[sink],
+                evaluate=watch,
+                evaluate_every=None if watch is None else watch.every,
+                sinks=sinks,
             )
             if last == limit:
                 break

@@ -9,20 +9,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from PIL import Image
 
 from recipes.mae_dit.devices import on_one
 from recipes.mae_dit.evaluation.measuring import Measures, Reference, in_batches
+from recipes.mae_dit.reconstructions import SHOWN, write_picture
 from recipes.mae_dit.stage2.sampling import Sampler
 from tpuport.foundation.files import replacing_file
 from tpuport.foundation.reporting.markup import Markup, tag
 
-SHOWN = 8  # columns of a grid
 _PICTURES = 32
 _NAME = "evaluate/FID"
 _WIDTH, _HEIGHT, _EDGE = 640, 320, 48  # pixels of a curve
 
-Watcher = Callable[[Any, int, Mapping[str, jax.Array]], Mapping[str, float] | None]
+Watcher = Callable[[Any, int, Mapping[str, jax.Array]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,14 @@ class Watch:
         """Return the number of updates between two calls."""
         return math.gcd(*(every for every, _ in self.watchers))
 
-    def __call__(self, step: Any, state: Any) -> dict[str, float]:
-        """Look at a state, and return numbers by name."""
+    def __call__(self, step: Any, state: Any) -> dict[str, Any]:
+        """Look at a state, and return numbers and pictures by name."""
         number, found = int(state.step), {}
         due = [look for every, look in self.watchers if number % every == 0 or number == self.last]
         if due:
             weights = on_one(step.load_state(state, ema=self.averaged).params)
             for look in due:
-                found |= look(self.sampler, number, weights) or {}
+                found |= look(self.sampler, number, weights)
         return found
 
 
@@ -71,11 +70,15 @@ class Grids:
     seed: int
     batch_size: int
 
-    def __call__(self, sampler: Sampler, number: int, weights: Mapping[str, jax.Array]) -> None:
-        """Write the picture of some weights."""
+    def __call__(
+        self, sampler: Sampler, number: int, weights: Mapping[str, jax.Array]
+    ) -> dict[str, np.ndarray]:
+        """Write and return the picture of some weights."""
         size = min(self.batch_size, _PICTURES)
         made = sampler.images(_PICTURES, self.seed, size, weights)
-        write_grid(self.folder / f"step-{number:06d}.png", made[0])
+        picture = as_grid(made[0])
+        write_picture(self.folder / f"step-{number:06d}.png", picture)
+        return {"samples": picture}
 
 
 @dataclass(frozen=True)
@@ -200,14 +203,16 @@ def curve(name: str, points: Mapping[int, float]) -> Markup:
     )
 
 
-def write_grid(path: Path, images: np.ndarray) -> None:
-    """Write images (N, H, W, 3) of 8 bits as one picture of rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def as_grid(images: np.ndarray) -> np.ndarray:
+    """Return images (N, H, W, 3) of 8 bits as one picture of rows."""
     rows = -(-len(images) // SHOWN)
     filled = np.full((rows * SHOWN, *images.shape[1:]), 255, np.uint8)
     filled[: len(images)] = images
     height, width = images.shape[1:3]
     lines = filled.reshape(rows, SHOWN, height, width, 3).transpose(0, 2, 1, 3, 4)
-    with replacing_file(path) as temporary:
-        picture = Image.fromarray(lines.reshape(rows * height, SHOWN * width, 3))
-        picture.save(temporary, format="PNG")
+    return lines.reshape(rows * height, SHOWN * width, 3)
+
+
+def write_grid(path: Path, images: np.ndarray) -> None:
+    """Write images (N, H, W, 3) of 8 bits as one picture of rows."""
+    write_picture(path, as_grid(images))

@@ -1,6 +1,6 @@
 """Training of stage 2: latents of the frozen stage 1, in one program with the denoiser's step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from recipes.mae_dit.schedules import make_optimizer, make_schedule
 from recipes.mae_dit.statistics import LatentStatistics
 from recipes.records import check_run
 from tpuport.model.ported_model import PortedModel
-from tpuport.training import JsonLines, TrainStep, fit, from_torch, make_train_step
+from tpuport.training import TrainStep, fit, from_torch, make_train_step
+from tpuport.training.metric_writers import Sink
 
 Batch = Mapping[str, Any]
 
@@ -137,19 +138,21 @@ def train(
     log_every: int = 10,
     evaluate: Callable[[Any, Any], Mapping[str, Any] | None] | None = None,
     evaluate_every: int | None = None,
+    sinks: Sequence[Sink],
 ) -> nn.Module:
     """Train, or resume after the last checkpoint of the same command.
 
     Args:
         step: The step.
         batches: `Batches` of images or latents, with labels.
-        out: Folder of the run: OUT/states and OUT/log.jsonl.
+        out: Folder of the run, for OUT/states.
         config: The configuration.
         identity: What a resumed run must have been begun with.
         limit: Largest number of updates.
         log_every: Updates between lines of the log.
         evaluate: See `tpuport.training.fit`.
         evaluate_every: Updates between evaluations.
+        sinks: Where numbers and pictures go.
 
     Returns:
         The trained model, with the averaged weights if there are any.
@@ -174,7 +177,7 @@ def train(
         log_every=log_every,
         evaluate=evaluate,
         evaluate_every=evaluate_every,
-        sinks=[JsonLines(out / "log.jsonl")],
+        sinks=sinks,
     )
     modules: Any = trained(step.load_state(state, ema=config.arch.ema_decay is not None))
     return modules.model
