@@ -3,12 +3,14 @@
 from typing import Any
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
 
 from tpuport.foundation.interop import backend
+from tpuport.tracing.core.constants import HOIST_BYTES
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
@@ -50,7 +52,26 @@ def _gather(x: jax.Array, dim: int, index: jax.Array, *, sparse_grad: bool = Fal
     dim %= x.ndim
     # Along the other dims torch reads only as far as the index goes.
     part = x[tuple(slice(None) if d == dim else slice(0, n) for d, n in enumerate(index.shape))]
-    return jnp.take_along_axis(part, index, dim, mode="clip")
+    return jnp.take_along_axis(part, _without_repeats(index, dim), dim, mode="clip")
+
+
+def _without_repeats(index: jax.Array, dim: int) -> jax.Array:
+    """Return a long known index with one entry in each other dim along which all are alike.
+
+    Masked autoencoders write `gather(x, 1, ids.unsqueeze(-1).repeat(1, 1, width))`: of ids that do
+    not depend on the inputs, the program then holds the short ones, and reads whole rows by them.
+    """
+    if isinstance(index, jax.core.Tracer) or index.nbytes < HOIST_BYTES:
+        return index
+    host = np.asarray(index)
+    for d in range(host.ndim):
+        first = host.take([0], d)
+        if d != dim and (host == first).all():
+            host = first
+    if host.size == index.size:
+        return index
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(host)
 
 
 @special(aten.as_strided_scatter.default)
