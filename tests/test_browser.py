@@ -89,10 +89,33 @@ def lint_page(tmp_path: Path) -> str:
     return out.read_text()
 
 
+def runs_page(tmp_path: Path) -> str:
+    """A page of MAE-DiT's runs with hostile names, wide pictures and curves of many numbers."""
+    import json
+
+    import numpy as np
+
+    from recipes.mae_dit.page import write_page
+    from recipes.mae_dit.watching import write_grid
+
+    run = tmp_path / HOSTILE.replace("/", "")[:200]
+    names = ("loss", "evaluate/FID", HOSTILE, "w" * 300)
+    lines = [{"step": n, **dict.fromkeys(names, 1.0 / n)} for n in range(1, 400)]
+    for number in (1, 399):
+        write_grid(run / "grids" / f"step-{number:06d}.png", np.zeros((32, 64, 256, 3), np.uint8))
+    (run / "log.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    measures = tmp_path / "measures.json"
+    measures.write_text(json.dumps(dict.fromkeys(names, 1e30)))
+    out = tmp_path / "runs.html"
+    write_page(out, [run], pictures=[run / "grids" / "step-000001.png"], measures=[measures])
+    return out.read_text(encoding="utf-8")
+
+
 PAGES: dict[str, Callable[[Path], str]] = {
     "port": lambda _: port_page(),
     "lint": lint_page,
     "demo": lambda _: to_page([PortReport(HOSTILE), PortReport("Other")]),
+    "runs": runs_page,
     "report": lambda _: PortReport(HOSTILE).to_html(),
 }
 
