@@ -581,7 +581,10 @@ def _merged_leaves(
             flow = max(flows := (a.flows[index], b.flows[index]))
             if min(flows) is not flow:  # only one side gives what has a gradient
                 flow = min(flow, Flow.MAYBE if torch.is_grad_enabled() else Flow.HIDDEN)
-            tensor = wrap(value, meta.dtype, trace=trace, flow=flow, like=_layout(one, other))
+            tensor = wrap(value, meta.dtype, trace=trace, flow=flow)
+            like = _layout(one, other)
+            if like is not None and like.shape == value.shape:
+                tensor = TracedTensor(Storage(value, trace), (), like, value, flow)
             tensor._or_number = any(map(may_be_number, (one, other)))
             tensor = joined(trace, tensor, one, other, sizes[index])
             leaves.append(made.setdefault((id(one), id(other)), tensor))

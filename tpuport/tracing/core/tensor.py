@@ -592,17 +592,13 @@ def wrap(
     *,
     trace: Any = None,
     flow: Flow = Flow.STOPPED,
-    like: torch.Tensor | None = None,
 ) -> TracedTensor:
-    """Return a fresh tensor around `value`: contiguous, or with the strides of `like`.
+    """Return a fresh contiguous tensor around `value`.
 
     Pass `dtype` where torch's differs from jax's (int64 stored as int32).
     """
     torch_dtype = dtype or backend.torch_dtype(value.dtype)
-    if like is None or like.shape != value.shape:
-        meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
-    else:
-        meta = torch.empty_strided(value.shape, like.stride(), dtype=torch_dtype, device="meta")
+    meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
     return TracedTensor(Storage(value, trace), (), meta, value, flow)
 
 
