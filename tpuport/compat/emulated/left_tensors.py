@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
-from tpuport.tracing.state.request import Alias, Before, TraceResult
+from tpuport.tracing.state.request import Alias, Before, Outside, TraceResult
 
 
 class LeftTensors:
@@ -18,10 +18,12 @@ class LeftTensors:
     Attributes:
         bound: their names.
         flowing: those with a graph, by name.
+        shares: whether one is a view of another tensor.
     """
 
     def __init__(self) -> None:
         self.bound: set[str] = set()
+        self.shares = False
         self.flowing: dict[str, torch.Tensor] = {}
         # What the tensors of changed state are like, and their values.
         self._metas: dict[str, torch.Tensor] = {}
@@ -56,12 +58,16 @@ class LeftTensors:
         for index, name in outcome.returned.items():
             if name in outcome.state_metas:
                 results[index] = self.tensor(name, results[index])
-            else:
+            elif not isinstance(outcome.out_aliases[index].of, Outside):
                 results[index] = self._made.setdefault(name, results[index])
 
     def has(self, name: str) -> bool:
         """Return whether the call left a new tensor of the program under a name."""
         return name in self._made or (name in self.bound and name in self._metas)
+
+    def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return this call's own tensor for a constant that it left under a name."""
+        return self._made[name] if name in self._made else value.clone()
 
     def tensor(self, name: str, result: torch.Tensor | None = None) -> torch.Tensor:
         """Return the tensor that the call left under a name: a known one, a view, or a new one.
@@ -94,6 +100,7 @@ class LeftTensors:
             return None
         has_grad, offset = self._metas[name].requires_grad, owner.storage_offset() + alias.offset
         with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad):
+            self.shares = True
             view = owner if has_grad else owner.detach()
             return tag(view.as_strided(alias.size, alias.stride, offset))
 

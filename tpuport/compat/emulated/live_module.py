@@ -40,6 +40,7 @@ from tpuport.tracing.guards.module_changes import (
     refuse_hooks_on_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
+from tpuport.tracing.state.overlaps import overlapping
 from tpuport.tracing.state.request import Alias
 
 
@@ -72,11 +73,13 @@ class LiveModel(PortedModel):
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
         self._left = LeftTensors()
+        # Whether a call has left tensors that share memory.
+        self._shares = False
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
         self._look_outside()
         self._tree = self._taken_apart(module)
-        self._frame = frame_of(self._tree, module)
+        self._frame = self._frame_of(self._tree)
         # The names of state that were seen, with a number each.
         self._names_seen: dict[Any, int] = {}
         self._named, self._named_at = 0, -1
@@ -219,18 +222,23 @@ class LiveModel(PortedModel):
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
         tree = self._taken_apart(self._user)
-        frame = frame_of(tree, self._user)
+        frame = self._frame_of(tree)
         changed = self._outside_values.changed()
         if frame != self._frame or changed:
             self._state_changes.update(dict.fromkeys(changed, 1))
             self._look_outside()
             tree = self._taken_apart(self._user)
             tree = self._take_structure(tree)
-            frame = frame_of(tree, self._user)
+            frame = self._frame_of(tree)
         for name, leaf in tree.leaves.items():
             self._take_leaf(name, leaf, name in tree.registered)
         self._tree = tree
         self._set_frame(frame)
+
+    def _frame_of(self, tree: StateTree) -> Any:
+        """Return what needs another program when it changes, as which tensors share memory."""
+        shared = tuple(sorted(overlapping(tree.leaves))) if self._shares else ()
+        return frame_of(tree, self._user), shared
 
     def _set_frame(self, frame: Any) -> None:
         """Switch to the programs of this structure, old ones if it was seen before."""
@@ -260,7 +268,7 @@ class LiveModel(PortedModel):
             self._state_changes[name] = self._state_changes.get(name, 0) + 1
         if again:
             tree = self._taken_apart(self._user)
-        if not again or frame_of(tree, self._user) != self._frame:
+        if not again or self._frame_of(tree) != self._frame:
             self._state_changes.update(dict.fromkeys(named(differences(self._tree, tree)), 1))
         self._replace_module(clone_module(self._user, lambda t: t)[0])
         self._adopt(self._user, tree.leaves)
@@ -318,10 +326,14 @@ class LiveModel(PortedModel):
         self._replace(replaced)
         for change in self._python_changes:
             self._give_python_state(change)
-        if self._python_changes:
+        if self._left.shares:
+            # The next program has to see which tensors share memory.
+            self._shares = True
+            self._replace_module(clone_module(self._user, lambda t: t)[0])
+        if self._python_changes or self._left.shares:
             self._tree = self._taken_apart(self._user)
             self._outside_values = self._outside.snapshot()
-            self._set_frame(frame_of(self._tree, self._user))
+            self._set_frame(self._frame_of(self._tree))
             registered = self._tree.registered
             self._keys |= {n: _key(t, n in registered) for n, t in self._tree.leaves.items()}
 
@@ -370,15 +382,18 @@ class LiveModel(PortedModel):
         def back(tensor: torch.Tensor) -> torch.Tensor:
             name = names.get(id(tensor), "")
             known, value = self._tree.leaves.get(name), values.get(name)
-            if isinstance(known, torch.Tensor) and tensor is not known:
+            if tensor.device.type != "meta" and name not in self._tree.registered:
+                made_here = id(tensor) in changes.constants
+                return self._left.constant(name, tensor) if made_here else tensor
+            if isinstance(known, torch.Tensor):
                 same = tensor.shape == known.shape and tensor.dtype == known.dtype
                 is_kept = name not in self._left.bound or isinstance(known, torch.nn.Parameter)
-                if same and is_kept and (name in self._tree.registered or known.requires_grad):
+                if same and is_kept:
                     return known
             if self._left.has(name):
                 return self._left.tensor(name)
             if value is None:
-                return tensor.clone() if id(tensor) in changes.constants else tensor
+                return tensor
             return gradients.host_tensor(value, tensor.dtype, tensor)
 
         cloner = Cloner(back)

@@ -103,15 +103,27 @@ def memory_id(tensor: torch.Tensor) -> int:
     return -1 - tensor.untyped_storage()._cdata
 
 
-def alias_of(leaf: torch.Tensor, of: Any, owner: torch.Tensor, is_theirs: bool = False) -> Alias:
-    """Describe a tensor as a part of the memory of another one; `is_theirs`: that the port may not
-    write to.
+def alias_of(
+    leaf: torch.Tensor,
+    of: Any,
+    owner: torch.Tensor,
+    is_theirs: bool = False,
+    is_dense: bool = False,
+) -> Alias:
+    """Describe a tensor as a part of the memory of another one.
+
+    Args:
+        leaf: The tensor.
+        of: What the other one is.
+        owner: The other one.
+        is_theirs: Whether the port may not write to it.
+        is_dense: Whether the host has it with the strides that it has here.
     """
     meta, base = meta_of(leaf), meta_of(owner)
     start, offset = offset_of(owner), offset_of(leaf)
-    moved = isinstance(owner, TracedTensor) and bool(owner._chain)
+    moved = not is_dense and isinstance(owner, TracedTensor) and bool(owner._chain)
     # Arrays of JAX are in order: what else is shared with them has to be counted the same way.
-    ordered = isinstance(of, (int, Outside, Before)) or owner.is_contiguous()
+    ordered = is_dense or isinstance(of, (int, Outside, Before)) or owner.is_contiguous()
     fits = ordered and meta.dtype == base.dtype
     is_exact = fits and not (is_theirs or moved or extents_of(leaf))
     return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.session.output_aliases import (
@@ -16,7 +17,7 @@ from tpuport.tracing.session.output_aliases import (
     stand_in,
 )
 from tpuport.tracing.state.module_state import StateTree, moved_constants
-from tpuport.tracing.state.request import Alias, Outside, TraceResult
+from tpuport.tracing.state.request import Alias, Before, Outside, TraceResult
 
 
 def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
@@ -32,6 +33,11 @@ def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
         if after.leaves[name] is not before.leaves.get(name)
         and not _is_one_tensor(tensor, before.leaves.get(name))
     )
+    for name in outcome.bound:
+        tensor, old = left[name], before.leaves.get(name)
+        if isinstance(tensor, TracedTensor) and isinstance(old, TracedTensor):
+            if tensor._storage is not old._storage:  # a clone has the same array
+                outcome.state.setdefault(name, tensor._elem)
     changed = left.keys() & outcome.state.keys()
     outcome.state_metas = {n: meta_of(left[n], like=True) for n in sorted(changed)}
 
@@ -84,8 +90,14 @@ def _aliases(
             of = Outside(leaf)
         if of != name:
             is_written = isinstance(traced, TracedTensor) and traced._storage.version > 0
-            alias = alias_of(traced, of, owner)
-            found[name] = replace(alias, is_written=is_written and not isinstance(of, str))
+            # The host has a tensor with elements in any order as it is here, if it has no gaps.
+            dense = isinstance(of, str) and result_meta(owner).stride() == owner.stride()
+            alias = alias_of(traced, of, owner, is_dense=dense)
+            # What is still in the module, or an argument, gets its new value in any case.
+            is_gone = isinstance(of, Outside) or (
+                isinstance(of, Before) and of.name in outcome.bound
+            )
+            found[name] = replace(alias, is_written=is_written and is_gone)
     return found
 
 
