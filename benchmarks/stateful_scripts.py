@@ -247,15 +247,18 @@ def judged(source: str, calls: list[Call], folder: Path) -> Verdict:
             got = run(source, calls, "cuda", path)
     # Where a number that changes decides a branch, one program has both of its sides, and what it
     # binds there is a new tensor: docs/promises.md.
-    decides = "if self.count" in source
+    decides = "self.count % 2" in source
+    is_written = any(text in source for text in (".mul_(", ".add_(", "[0] = "))
     for (name, want), (same, have) in zip(expected, got, strict=False):
         if isinstance(have, PortError) and not isinstance(have, ParityError):
             return Verdict("refused", str(have).partition("\n")[0])
-        if name != same or type(want) is not type(have):
+        if name != same or type(want) is not type(have) or isinstance(have, ParityError):
             return Verdict("differs", f"{name}: {want!r}; port: {same}: {have!r}")
-        if decides and ("strides" in name or "one tensor" in name):
+        if decides and any(text in name for text in ("strides", "one tensor", "result")):
             continue
-        if isinstance(want, torch.Tensor):
+        if is_written and ", held" in name:
+            continue  # written in place and then bound anew: docs/promises.md
+        if isinstance(want, torch.Tensor) and isinstance(have, torch.Tensor):
             if not torch.allclose(want, have, rtol=1e-4, atol=1e-5, equal_nan=True):
                 return Verdict("differs", f"{name}: {want.tolist()}; port: {have.tolist()}")
         elif not isinstance(want, Exception) and want != have:

@@ -13,7 +13,7 @@ import torch
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.interop import backend, shared_memory
 from tpuport.foundation.patching.shim import find_shims
-from tpuport.foundation.pytree.clone import clone_module, parameter_like
+from tpuport.foundation.pytree.clone import Cloner, clone_module, parameter_like
 from tpuport.model import weights
 from tpuport.model.attribute_place import attribute_place
 from tpuport.model.module_edits import Copies, ModuleEdits
@@ -26,6 +26,7 @@ from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.sym_numbers import exact_value
+from tpuport.tracing.guards.module_changes import put
 from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.fallback import Fallback
@@ -70,6 +71,8 @@ class PortedState:
             fallback=Fallback() if options.fallback == "host" else None,
         )
         self._state_version = 0
+        # Names of state whose tensors in the traced copy are no one else's.
+        self._parted: set[str] = set()
         self._versions = itertools.count(1)
         self._state_changes: dict[str, int] = {}
         self._same_changes: dict[Any, int] = {}
@@ -220,6 +223,7 @@ class PortedState:
 
     def _replace_module(self, module: torch.nn.Module | None) -> None:
         """Take another module as the one that is traced from now on."""
+        self._parted = set()
         self._tracer = dataclasses.replace(self._tracer, master=module)
 
     def _name_of(self, function: Callable[..., Any], prefix: str) -> str:
@@ -376,6 +380,28 @@ class PortedState:
         changes = compiled.outcome.python_changes
         if changes:
             self._apply_python_state(compiled, changes)
+        self._part_from_old(compiled.outcome.bound & new_state.keys())
+
+    def _part_from_old(self, names: frozenset[str]) -> None:
+        """Part the traced copy from tensors that are no state any more.
+
+        Code may reach such a tensor still, as a global or in a closure, and a trace would take it
+        for the state that it was.
+        """
+        new = names - self._parted
+        if not new:
+            return
+        tree = state_tree(self._module)
+        old = {id(tree.leaves[n]): n for n in new if isinstance(tree.leaves.get(n), torch.Tensor)}
+        cloner = Cloner(lambda tensor: _like(tensor) if id(tensor) in old else tensor)
+        cloner.memo.update({id(module): module for module in self._module.modules()})
+        for name in old.values():
+            fqn, attribute = tree.owners[tree.attribute_of(name)]
+            owner = self._module.get_submodule(fqn)
+            put(owner, owner, attribute, cloner)
+        if self._edits is not None and self._edits.module is self._module:
+            self._watch(self._edits.values)
+        self._parted |= names
 
     def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
         self._new_version()
@@ -468,6 +494,17 @@ class PortedState:
         """Turn a Python number that changes at each call into state of the program."""
         self._tracer.numbers.add(name)
         self.buffers[name] = exact_value(value)
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor that a trace cannot tell from this one."""
+    if isinstance(tensor, torch.nn.Parameter):
+        return tensor
+    with torch.enable_grad():
+        made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        made = made if tensor.is_leaf else made.view_as(made)
+    vars(made).update(vars(tensor))
+    return made
 
 
 def _hooks_change_each_time(name: str) -> PortError:

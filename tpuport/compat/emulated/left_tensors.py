@@ -27,6 +27,8 @@ class LeftTensors:
         self.flowing: dict[str, torch.Tensor] = {}
         # What the tensors of changed state are like, and their values.
         self._metas: dict[str, torch.Tensor] = {}
+        # Those that require grad and depend on nothing that is differentiated.
+        self._constant: set[str] = set()
         self._values: Mapping[str, jax.Array] = {}
         # What they share memory with, and the user's tensor for it if it was there before the call.
         self._owners: dict[str, tuple[Alias, Any]] = {}
@@ -37,6 +39,8 @@ class LeftTensors:
         self.bound.update(outcome.bound)
         self._metas.update(outcome.state_metas)
         self._values = values
+        if outcome.flows is not None:
+            self._constant.update(outcome.flows.constant)
 
     def share(
         self,
@@ -58,7 +62,9 @@ class LeftTensors:
         for index, name in outcome.returned.items():
             if name in outcome.state_metas:
                 results[index] = self.tensor(name, results[index])
-            elif not isinstance(outcome.out_aliases[index].of, Outside):
+            elif isinstance(of := outcome.out_aliases[index].of, Outside):
+                results[index] = of.tensor
+            else:
                 results[index] = self._made.setdefault(name, results[index])
 
     def has(self, name: str) -> bool:
@@ -98,11 +104,25 @@ class LeftTensors:
             return owner
         if alias.is_written or not alias.is_exact:
             return None
-        has_grad, offset = self._metas[name].requires_grad, owner.storage_offset() + alias.offset
-        with torch._C.DisableTorchFunction(), torch.set_grad_enabled(has_grad):
-            self.shares = True
-            view = owner if has_grad else owner.detach()
-            return tag(view.as_strided(alias.size, alias.stride, offset))
+        self.shares = True
+        return view_of(owner, alias, self._metas[name].requires_grad, name in self._constant)
+
+
+def view_of(
+    owner: torch.Tensor, alias: Alias, requires_grad: bool = False, is_constant: bool = False
+) -> torch.Tensor:
+    """Return a window into the memory of a tensor.
+
+    Args:
+        owner: the tensor.
+        alias: the window.
+        requires_grad: whether it requires grad, as a view of what does, else it is detached.
+        is_constant: whether it was taken under no_grad, so that it passes no gradient on.
+    """
+    offset = owner.storage_offset() + alias.offset
+    with torch._C.DisableTorchFunction(), torch.set_grad_enabled(not is_constant):
+        base = owner if requires_grad else owner.detach()
+        return tag(base.as_strided(alias.size, alias.stride, offset))
 
 
 def owner_of(alias: Alias, before: Mapping[str, Any], arguments: list[Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from tpuport.compat.emulated import gradients, spread
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
-from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of
+from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, view_of
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, PortError, TpuportError
@@ -238,7 +238,8 @@ class LiveModel(PortedModel):
     def _frame_of(self, tree: StateTree) -> Any:
         """Return what needs another program when it changes, as which tensors share memory."""
         shared = tuple(sorted(overlapping(tree.leaves))) if self._shares else ()
-        return frame_of(tree, self._user), shared
+        tied = tuple((name, tuple(others)) for name, others in tree.aliases.items())
+        return frame_of(tree, self._user), shared, tied
 
     def _set_frame(self, frame: Any) -> None:
         """Switch to the programs of this structure, old ones if it was seen before."""
@@ -436,6 +437,7 @@ class LiveModel(PortedModel):
         outcome = call.compiled.outcome
         self._buffer_results.clear()
         self._left.share(outcome, self._tree.leaves, call.leaves, given)
+        metas = [*outcome.out_metas, *outcome.put_metas]
         for index, alias in outcome.out_aliases.items():
             if index in outcome.returned:
                 continue
@@ -448,9 +450,8 @@ class LiveModel(PortedModel):
                 continue
             if alias.is_same:
                 given[index] = owner
-            elif alias.is_exact and not owner.requires_grad:
-                offset = owner.storage_offset() + alias.offset
-                given[index] = owner.as_strided(alias.size, alias.stride, offset)
+            elif alias.is_exact and not metas[index].requires_grad:
+                given[index] = view_of(owner, alias)
 
     def _share_buffers(self) -> None:
         """Let results share the memory of the user's own buffers, which have their new values."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
@@ -49,7 +50,9 @@ def output_aliases(
         traced = stand_in(trace, leaf)
         memory = memory_id(traced)
         if memory in owners:
-            found[index] = alias_of(leaf, *owners[memory])
+            of, owner, is_theirs = owners[memory]
+            dense = of in outcome.bound and result_meta(owner).stride() == owner.stride()
+            found[index] = alias_of(leaf, of, owner, is_theirs, dense)
         elif memory in gone and isinstance(traced, TracedTensor):
             is_written = traced._storage.version > 0
             found[index] = replace(alias_of(leaf, *gone[memory]), is_written=is_written)

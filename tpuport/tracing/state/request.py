@@ -23,10 +23,12 @@ class Flows:
 
     Attributes:
         state: The names of floating state that requires grad and is another tensor after the call.
+        constant: Of these, the names of what depends on no differentiated input.
         used: The differentiated inputs that a result or this state depends on, one bit for each.
     """
 
     state: tuple[str, ...]
+    constant: tuple[str, ...]
     used: int
 
 
