@@ -89,3 +89,30 @@ def test_later_calls_see_the_tensor_that_was_moved(make, way):
         assert {n: v.tolist() for n, v in net.table.items()} == {
             name: value.tolist() for name, value in eager.table.items()
         }
+
+
+class ReadsItsTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.hidden = self.same = None
+
+    def forward(self, x):
+        if self.hidden is None:
+            self.hidden = self.same = OUTSIDE[1]
+        else:
+            self.hidden = self.same = (self.hidden * 0.5 + OUTSIDE[1]).tanh()
+        return x + self.hidden + self.same
+
+
+@pytest.mark.parametrize("way", ["convert", "porting"])
+def test_a_tensor_that_state_was_is_not_taken_for_it(way):
+    x, eager = torch.zeros(2), ReadsItsTable()
+    expected = [eager(x) for _ in range(5)]
+    if way == "convert":
+        ported = tpuport.convert(ReadsItsTable())
+        got = [torch.tensor(ported(x).tolist()) for _ in range(5)]
+    else:
+        with tpuport.porting():
+            net = ReadsItsTable().cuda()
+            got = [net(x.cuda()).cpu() for _ in range(5)]
+    torch.testing.assert_close(got, expected)

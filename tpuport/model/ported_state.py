@@ -392,11 +392,14 @@ class PortedState:
         if not new:
             return
         tree = state_tree(self._module)
-        old = {id(tree.leaves[n]): n for n in new if isinstance(tree.leaves.get(n), torch.Tensor)}
+        found = {name: tree.leaves.get(name) for name in sorted(new)}
+        # A meta tensor is no one else's.
+        tensors = {n: t for n, t in found.items() if isinstance(t, torch.Tensor)}
+        old = {id(t): name for name, t in tensors.items() if t.device.type != "meta"}
         cloner = Cloner(lambda tensor: _like(tensor) if id(tensor) in old else tensor)
         cloner.memo.update({id(module): module for module in self._module.modules()})
-        for name in old.values():
-            fqn, attribute = tree.owners[tree.attribute_of(name)]
+        for full in tree.attributes_of(old.values()):
+            fqn, attribute = tree.owners[full]
             owner = self._module.get_submodule(fqn)
             put(owner, owner, attribute, cloner)
         if self._edits is not None and self._edits.module is self._module:

@@ -357,15 +357,14 @@ class LiveModel(PortedModel):
         cloner = Cloner(lambda tensor: new.get(id(tensor), tensor))
         if any(name not in tree.owners for name in replaced):
             cloner.memo.update({id(m): m for m in self._user.modules()})
+        for full in tree.attributes_of(replaced):
+            fqn, attribute = tree.owners[full]
+            owner = self._user.get_submodule(fqn)
+            put(owner, owner, attribute, cloner)
+            # Or the tree would keep the old tensor alive, with its graph.
+            held = owner._buffers if attribute in owner._buffers else vars(owner)
+            tree.values[full] = held[attribute]
         for name, tensor in replaced.items():
-            for path in (name, *tree.aliases.get(name, ())):
-                full = tree.attribute_of(path)
-                fqn, attribute = tree.owners[full]
-                owner = self._user.get_submodule(fqn)
-                put(owner, owner, attribute, cloner)
-                # Or the tree would keep the old tensor alive, with its graph.
-                held = owner._buffers if attribute in owner._buffers else vars(owner)
-                tree.values[full] = held[attribute]
             tree.leaves[name] = tensor
             self._keys[name] = _key(tensor, name in tree.registered)
 

@@ -3,7 +3,7 @@
 import copy
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,11 @@ class StateTree:
     registered: set[str]
     modules: dict[str, tuple[int, type]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    def attributes_of(self, names: Iterable[str]) -> list[str]:
+        """Return the names of the attributes that hold some leaves, under all of their names."""
+        paths = (path for name in names for path in (name, *self.aliases.get(name, ())))
+        return list(dict.fromkeys(map(self.attribute_of, paths)))
 
     def attribute_of(self, name: str) -> str:
         """Return the name of the attribute that holds a leaf, at any depth."""
