@@ -265,7 +265,12 @@ def _tensor_kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value)
     kind = (tuple(value.shape), value.dtype)
-    if value.requires_grad and not isinstance(value, torch.nn.Parameter):
+    # By its class first, as isinstance takes long and this runs for each tensor of a model.
+    if (
+        value.requires_grad
+        and type(value) is not torch.nn.Parameter
+        and not isinstance(value, torch.nn.Parameter)
+    ):
         kind = (*kind, "a leaf" if value.is_leaf else "has a graph")
     return kind if value.is_contiguous() else (*kind, _layout(value))
 
