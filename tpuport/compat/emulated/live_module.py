@@ -188,7 +188,7 @@ class LiveModel(PortedModel):
 
     def _taken_apart(self, module: torch.nn.Module) -> StateTree:
         """Return the state of the user's module, without attributes that its code never reads."""
-        tree = state_tree(module, self._tracer.numbers)
+        tree = state_tree(module, self._tracer.numbers, graphs=True)
         unread = [
             name
             for name, (_, attribute) in tree.owners.items()

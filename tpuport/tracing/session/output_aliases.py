@@ -1,6 +1,6 @@
 """Outputs of a call that share memory with its arguments, with state, or with one another."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +41,8 @@ def output_aliases(
             is_theirs = trace.is_foreign(traced)
             found_at = (Outside(leaf) if is_theirs else of, leaf, is_theirs)
             owners.setdefault(memory_id(traced), found_at)
-    gone = earlier_tensors(before)
+    held = {} if before is None else before.leaves
+    gone = earlier_tensors({n: t for n, t in held.items() if kept.get(n) is not t})
     found: dict[int, Alias] = {}
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(outputs):
@@ -90,10 +91,10 @@ def stand_in(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:
     return leaf if known is None else known
 
 
-def earlier_tensors(before: StateTree | None) -> dict[int, tuple[Any, torch.Tensor]]:
-    """Return the traced tensors of the state before a call, by their memory."""
+def earlier_tensors(before: Mapping[str, Any]) -> dict[int, tuple[Any, torch.Tensor]]:
+    """Return those tensors of the state before a call that are traced, by their memory."""
     found: dict[int, tuple[Any, torch.Tensor]] = {}
-    for name, leaf in ({} if before is None else before.leaves).items():
+    for name, leaf in before.items():
         if isinstance(leaf, TracedTensor):
             found.setdefault(memory_id(leaf), (Before(name), leaf))
     return found

@@ -23,23 +23,22 @@ from tpuport.tracing.state.request import Alias, Before, Outside, TraceResult
 def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
     """Add to the outcome the host tensors that the call moved, and what its state is like."""
     trace = outcome.trace
-    tensors = ((n, t) for n, t in after.leaves.items() if isinstance(t, torch.Tensor))
-    left = {name: stand_in(trace, tensor) for name, tensor in tensors}
+    other = ((n, t) for n, t in after.leaves.items() if t is not before.leaves.get(n))
+    left = {n: stand_in(trace, t) for n, t in other if isinstance(t, torch.Tensor)}
     for name in moved_constants(before, after, left, outcome.python_changes):
         outcome.state.setdefault(name, value_of(after.leaves[name]))
     outcome.bound = frozenset(
-        name
-        for name, tensor in left.items()
-        if after.leaves[name] is not before.leaves.get(name)
-        and not _is_one_tensor(tensor, before.leaves.get(name))
+        name for name, t in left.items() if not _is_one_tensor(t, before.leaves.get(name))
     )
     for name in outcome.bound:
         tensor, old = left[name], before.leaves.get(name)
         if isinstance(tensor, TracedTensor) and isinstance(old, TracedTensor):
             if tensor._storage is not old._storage:  # a clone has the same array
                 outcome.state.setdefault(name, tensor._elem)
-    changed = left.keys() & outcome.state.keys()
-    outcome.state_metas = {n: meta_of(left[n], like=True) for n in sorted(changed)}
+    for name in sorted(outcome.state):
+        leaf = left.get(name, after.leaves[name])
+        if isinstance(leaf, torch.Tensor):
+            outcome.state_metas[name] = meta_of(stand_in(trace, leaf), like=True)
 
 
 def describe_sharing(
@@ -75,9 +74,9 @@ def _aliases(
         after: The module's tensors after the call.
     """
     found: dict[str, Alias] = {}
-    if before is None or after is None:
+    if before is None or after is None or not outcome.bound:
         return found
-    owners = earlier_tensors(before)
+    owners = earlier_tensors(before.leaves)
     for index, leaf in enumerate(made):
         if isinstance(leaf, TracedTensor):
             owners.setdefault(memory_id(leaf), (index, leaf))

@@ -299,7 +299,8 @@ class Tracer:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked, check = self._callable(trace, request)
         values = request.values
-        tree = state_tree(module, objects=True) if module is not None else None
+        graphs = self.takes_gradients
+        tree = None if module is None else state_tree(module, objects=True, graphs=graphs)
         named, memory = ({}, {}) if tree is None else (tree.modules, memory_of(tree))
         trace.own_modules = {number: fqn for fqn, (number, _) in named.items()}
         if request.on_module is not None:
@@ -325,7 +326,7 @@ class Tracer:
             raise trace.recorder.refusal
         trace.recorder.guards.refuse_writes()
         refuse_foreign_writes(trace, module, made)
-        after = state_tree(module, objects=True) if module is not None else None
+        after = None if module is None else state_tree(module, objects=True, graphs=graphs)
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
         )
@@ -441,7 +442,9 @@ class Tracer:
                     array = leaf._elem if isinstance(leaf, TracedTensor) else value_of(leaf)
                     if array is not values.get(name):
                         outcome.state[name] = array
-            outcome.python_changes = python_changes(before, after, module, trace.is_foreign)
+            outcome.python_changes = python_changes(
+                before, after, module, trace.is_foreign, self.takes_gradients
+            )
             state_left.describe(outcome, before, after)
             outcome.baked = dict(baked)
         return outcome

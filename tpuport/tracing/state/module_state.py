@@ -80,6 +80,7 @@ def state_tree(
     number_names: set[str] | frozenset[str] = frozenset(),
     *,
     objects: bool = False,
+    graphs: bool = False,
 ) -> StateTree:
     """Flatten a module's state, by name.
 
@@ -87,6 +88,7 @@ def state_tree(
         module: Any module.
         number_names: Python numbers (by name) that count as leaves.
         objects: Flatten objects without tensors too, so that a change in one is seen.
+        graphs: Whether a tensor that requires grad, other than a parameter, is of another kind.
     """
     tree = StateTree({}, {}, {}, {}, {}, set(), {})
     names: dict[int, str] = {}
@@ -102,7 +104,19 @@ def state_tree(
     # Without this, reading a tensor's size would go through the modes of a running trace.
     with torch._C.DisableTorchFunction():
         _take_apart(tree, leaf, module, number_names, objects)
+        if graphs:
+            _note_graphs(tree)
     return tree
+
+
+def _note_graphs(tree: StateTree) -> None:
+    """Make tensors that require grad, other than parameters, count as of another kind."""
+    for name, leaf in tree.leaves.items():
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            if not isinstance(leaf, torch.nn.Parameter):
+                full = tree.attribute_of(name)
+                kind = (name, "a leaf" if leaf.is_leaf else "has a graph")
+                tree.statics[full] = (tree.statics[full], kind)
 
 
 def _take_apart(
@@ -265,13 +279,6 @@ def _tensor_kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value)
     kind = (tuple(value.shape), value.dtype)
-    # By its class first, as isinstance takes long and this runs for each tensor of a model.
-    if (
-        value.requires_grad
-        and type(value) is not torch.nn.Parameter
-        and not isinstance(value, torch.nn.Parameter)
-    ):
-        kind = (*kind, "a leaf" if value.is_leaf else "has a graph")
     return kind if value.is_contiguous() else (*kind, _layout(value))
 
 
@@ -410,6 +417,7 @@ def python_changes(
     after: StateTree,
     module: torch.nn.Module,
     is_foreign: Callable[[torch.Tensor], bool],
+    graphs: bool,
 ) -> PythonChanges | None:
     """Return what a call changed in the Python state of a module, or None.
 
@@ -418,6 +426,7 @@ def python_changes(
         after: The state tree of the same copy after the call.
         module: The traced copy.
         is_foreign: Says whether a host tensor was there before the call.
+        graphs: Whether tensors that the call leaves keep their graphs.
 
     Raises:
         PortError: A list, dict or object of the module holds a traced number.
@@ -435,7 +444,7 @@ def python_changes(
     constants: dict[int, torch.Tensor] = {}
 
     def placeholder(tensor: torch.Tensor) -> torch.Tensor:
-        path, made = paths.get(id(tensor)), _placeholder(tensor)
+        path, made = paths.get(id(tensor)), _placeholder(tensor, graphs)
         if made is tensor and not is_foreign(tensor):
             constants[id(tensor)] = tensor
         if path is not None and path not in names and made is not tensor:
@@ -526,14 +535,14 @@ def _refuse_inner_numbers(after: StateTree) -> None:
 _ABSENT = object()
 
 
-def _placeholder(tensor: torch.Tensor) -> torch.Tensor:
+def _placeholder(tensor: torch.Tensor, graphs: bool = False) -> torch.Tensor:
     """Return a host tensor unchanged, and a traced one as a meta tensor like it."""
     if not isinstance(tensor, TracedTensor):
         return tensor
     if getattr(tensor, "_is_param", False):
         return torch.nn.Parameter(meta_of(tensor), requires_grad=tensor.requires_grad)
-    meta = meta_of(tensor, like=True)
-    if not tensor.requires_grad or tensor.is_leaf:
+    meta = meta_of(tensor, like=graphs)
+    if not graphs or not tensor.requires_grad or tensor.is_leaf:
         return meta
     with torch.enable_grad():
         return meta.view_as(meta)  # with a graph, as it may be written in place
