@@ -569,9 +569,10 @@ class LiveModel(PortedModel):
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
-        # Eager's copy begins at the arguments. Ours may come from the same parameters, if the
-        # script tied them to those of another module.
-        made = [t for t in arguments.flatten_call(given)[0] if _is_made(t)]
+        # Eager's copy begins at the arguments and the state. Ours may come from the same
+        # parameters, by an earlier call or if the script tied them to those of another module.
+        given_before = (*arguments.flatten_call(given)[0], *self._tree.leaves.values())
+        made = [t for t in given_before if _is_made(t)]
         leaves = pytree.flatten(out)[0]
         sums = parity.projected([t.detach() if _in(t, made) else t for t in leaves])
         left = state_tree(expected.module).leaves
