@@ -91,7 +91,7 @@ class LeftTensors:
         return self._made[name]
 
     def _known(self, name: str) -> torch.Tensor | None:
-        """Return the tensor that the call left under a name if it is another one or its view."""
+        """Return what a name was bound to if a tensor for it exists: that one, or a view of it."""
         alias, owner = self._owners.get(name, (None, None))
         if alias is not None and isinstance(alias.of, str):
             owner = self.tensor(alias.of)

@@ -55,7 +55,7 @@ class Detach(ViewStep):
 
 @dataclass(frozen=True, slots=True)
 class Moving(ViewStep):
-    """The step to a part of its base that is another one in each round of a loop.
+    """The step from a base to one of its parts, which each round of a loop chooses anew.
 
     Attributes:
         refuse: Raises, if code asks where in memory the part is.

@@ -65,7 +65,9 @@ def describe_sharing(
 def _aliases(
     outcome: TraceResult, made: list[Any], before: StateTree | None, after: StateTree | None
 ) -> dict[str, Alias]:
-    """Return which of the tensors that a call bound anew are others, or views of them.
+    """Return, by name, what the tensors share memory with that a call bound to state.
+
+    A tensor whose memory is its own has no entry.
 
     Args:
         outcome: The outcome of the call.

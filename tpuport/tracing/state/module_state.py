@@ -468,11 +468,7 @@ def python_changes(
     refuse_handles(values)
     old = {name: before.values.get(name) for name in names}
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
-    hooks = {
-        fqn: kept_hooks(module.get_submodule(fqn), fqn, before.hooks.get(fqn))
-        for fqn in dict.fromkeys([*before.hooks, *after.hooks])
-        if fqn in after.modules and before.hooks.get(fqn) != after.hooks.get(fqn)
-    }
+    hooks = _changed_hooks(before, after, module)
     gone = [name for name in before.leaves if name not in after.leaves]
     replacement = None
     if before.modules != after.modules:
@@ -483,6 +479,17 @@ def python_changes(
     changes.own, changes.modules = own, _modules_in(values, module)
     changes.constants = constants
     return changes
+
+
+def _changed_hooks(
+    before: StateTree, after: StateTree, module: torch.nn.Module
+) -> dict[str, dict[str, Any]]:
+    """Return all hook attributes of the modules whose hooks a call changed, by fqn."""
+    return {
+        fqn: kept_hooks(module.get_submodule(fqn), fqn, before.hooks.get(fqn))
+        for fqn in dict.fromkeys([*before.hooks, *after.hooks])
+        if fqn in after.modules and before.hooks.get(fqn) != after.hooks.get(fqn)
+    }
 
 
 def moved_constants(

@@ -22,7 +22,7 @@ class Flows:
     """The state through which gradients flow on after a call, and what the results depend on.
 
     Attributes:
-        state: The names of floating state that requires grad and is another tensor after the call.
+        state: The names that the call bound to new floating tensors that require grad.
         constant: Of these, the names of what depends on no differentiated input.
         used: The differentiated inputs that a result or this state depends on, one bit for each.
     """
@@ -59,15 +59,15 @@ class TraceResult:
     placed: list[int] = field(default_factory=list)
     # State that is in other memory after the call, by name: whether the old memory was written to.
     rebound: dict[str, bool] = field(default_factory=dict)
-    # Meta tensors like the changed state, by name, and the names of all that is another tensor now.
+    # A meta tensor like each changed tensor of the state, by name.
     state_metas: dict[str, torch.Tensor] = field(default_factory=dict)
+    # The names that the call bound to another tensor: `self.x = ...`, not `self.x.add_(1)`.
     bound: frozenset[str] = frozenset()
-    # Of these, by name, what share memory with arguments, with the state before the call, or with
-    # one another.
+    # What those tensors share memory with, by name: arguments, state before the call, one another.
     state_aliases: "dict[str, Alias]" = field(default_factory=dict)
-    # Outputs that are a tensor which the call bound anew, by index: its name.
+    # The outputs, by index, that are also bound to a name of the state, and that name.
     returned: dict[int, str] = field(default_factory=dict)
-    # Of a call that is differentiated.
+    # Where gradients flow on, if the call is differentiated.
     flows: Flows | None = None
 
     @property
