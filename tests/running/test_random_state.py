@@ -18,8 +18,5 @@ def test_a_script_sees_what_it_sees_in_eager_pytorch(start, tmp_path):
     assert kinds.count("passes") >= 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(1000, 1200, 20))
-def test_more_scripts(start, tmp_path):
-    kinds = [check(seed, tmp_path) for seed in range(start, start + 20)]
-    assert kinds.count("passes") >= 8
+def test_a_list_that_a_script_reverses_does_not_stand_for_its_old_places(tmp_path):
+    assert check(1102, tmp_path) == "passes"

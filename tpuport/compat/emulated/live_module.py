@@ -233,6 +233,7 @@ class LiveModel(PortedModel):
         for name, leaf in tree.leaves.items():
             self._take_leaf(name, leaf, name in tree.registered)
         self._tree = tree
+        self._tracer.held = tree.leaves
         self._set_frame(frame)
 
     def _frame_of(self, tree: StateTree) -> Any:

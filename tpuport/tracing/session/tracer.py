@@ -105,6 +105,7 @@ class Tracer:
     casting: Casting = NOT_CAST
     remat: Callable[[str], str | None] = no_policy
     takes_gradients: bool = False  # whether torch's autograd sees the program as a node
+    held: dict[str, Any] | None = None  # the state's tensors that code may reach, if not master's
     target: str | None = None  # the platform it is for, if that is not the placement's
     blocks: str = "auto"  # how repeated blocks are compiled: see `tpuport.convert`
     # What runs on the host, if the user asked for that: see `tpuport.convert`.
@@ -389,9 +390,10 @@ class Tracer:
 
         cloner = Cloner(tensor_map)
         module = cloner.clone(self.master)
+        held = tree.leaves if self.held is None else self.held
         for name, leaf in tree.leaves.items():
             if name in traced:
-                trace.substitutes[id(leaf)] = traced[name]
+                trace.substitutes[id(held.get(name, leaf))] = traced[name]
             elif name in self.plan.numbers and name in values:
                 fqn, attribute = tree.owners[name]
                 made = sym_numbers.number(values[name], type(leaf))
