@@ -92,3 +92,65 @@ def test_a_layout_that_changes_from_call_to_call_is_seen_by_the_next_one(make):
         x = torch.arange(9.0).reshape(3, 3) + i
         assert torch.equal(ported(x).cpu(), net(x))
         assert (ported.buffers["kept"] == net.kept.numpy()).all()
+
+
+class Moves(nn.Module):
+    """Moves a plain tensor within a list that changes its structure, and writes to it."""
+
+    def __init__(self):
+        super().__init__()
+        self.items, self.view = [torch.full((3, 3), 0.0), torch.full((3, 3), 1.0)], None
+
+    def forward(self, x):
+        self.items.append((x * 2).t())
+        self.items.pop(0)
+        self.view = self.items[0].t()
+        self.items[0][0] = x[1]
+        return x + self.items[0]
+
+
+def moved(device):
+    net = Moves()
+    net.items = [tensor.to(device) for tensor in net.items]
+    kept, found = net.items[1], []
+    for x in torch.arange(18.0).reshape(2, 3, 3).to(device):
+        out = net(x)
+        net.items[0][2] = 9.0
+        found.append([t.tolist() for t in (out, *net.items, net.view, kept)])
+    return found
+
+
+def test_a_tensor_that_a_call_moves_and_writes_to_keeps_the_write():
+    expected = moved("cpu")
+    with tpuport.porting():
+        assert moved("cuda") == expected
+
+
+class Looks(nn.Module):
+    """Returns views of tensors that it keeps in a dict and an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.plain = {"u": torch.full((2, 3), 1.0)}, torch.full((2, 3), 2.0)
+
+    def forward(self, x):
+        kept = self.table["u"]
+        return x * 2 + kept, kept.detach(), kept[0], kept.t(), self.plain[:, 1:]
+
+
+def written(device):
+    net = Looks()
+    net.table["u"], net.plain = net.table["u"].to(device), net.plain.to(device)
+    found = []
+    for _ in range(3):
+        results = net(torch.ones(2, 3).to(device))
+        for result in results[1:]:
+            result.mul_(2)
+        found.append([t.tolist() for t in (*results, net.table["u"], net.plain)])
+    return found
+
+
+def test_a_write_to_a_result_that_is_a_view_of_a_plain_attribute_reaches_it():
+    expected = written("cpu")
+    with tpuport.porting():
+        assert written("cuda") == expected

@@ -71,6 +71,14 @@ class LeftTensors:
         """Return whether the call left a new tensor of the program under a name."""
         return name in self._made or (name in self.bound and name in self._metas)
 
+    def is_old(self, name: str) -> bool:
+        """Return whether a name was bound to a host tensor from before the call, or a view of one
+        that the call left under another name.
+        """
+        alias, _ = self._owners.get(name, (None, None))
+        is_outside = alias is not None and isinstance(alias.of, Outside) and alias.is_same
+        return is_outside or (alias is not None and isinstance(alias.of, str) and self.has(name))
+
     def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this call's own tensor for a constant that it left under a name."""
         return self._made[name] if name in self._made else value.clone()

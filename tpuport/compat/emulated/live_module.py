@@ -41,7 +41,7 @@ from tpuport.tracing.guards.module_changes import (
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.overlaps import overlapping
-from tpuport.tracing.state.request import Alias
+from tpuport.tracing.state.request import Alias, Outside
 
 
 class LiveModel(PortedModel):
@@ -384,6 +384,8 @@ class LiveModel(PortedModel):
             name = names.get(id(tensor), "")
             known, value = self._tree.leaves.get(name), values.get(name)
             if tensor.device.type != "meta" and name not in self._tree.registered:
+                if self._left.is_old(name):
+                    return self._left.tensor(name)  # with what the call wrote to it
                 made_here = id(tensor) in changes.constants
                 return self._left.constant(name, tensor) if made_here else tensor
             if isinstance(known, torch.Tensor):
@@ -450,7 +452,9 @@ class LiveModel(PortedModel):
                 continue
             if alias.is_same:
                 given[index] = owner
-            elif alias.is_exact and not metas[index].requires_grad:
+            elif not (meta := metas[index]).requires_grad and (
+                alias.is_exact or (isinstance(at, Outside) and meta.dtype == owner.dtype)
+            ):
                 given[index] = view_of(owner, alias)
 
     def _share_buffers(self) -> None:
