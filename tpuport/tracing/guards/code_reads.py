@@ -68,7 +68,9 @@ class CodeReads:
         self._follows_all = methods is None
         self._names: set[str] = set(methods or ())
         self._reads_any = False
-        self._codes: set[types.CodeType] = set()
+        # With the namespace of its globals: code of two files is equal if its text is.
+        self._codes: set[tuple[types.CodeType, int]] = set()
+        self._followed: dict[int, types.FunctionType] = {}
         self._todo: deque[types.FunctionType] = deque()
         # Methods that no code has named so far, by name.
         self._unnamed: dict[str, list[tuple[str, Any]]] = {}
@@ -76,6 +78,8 @@ class CodeReads:
             self._note_root(root)
         while self._todo and len(self._codes) < _MOST_FUNCTIONS:
             self._follow(self._todo.popleft())
+        self._followed.clear()
+        self._reads_any = self._reads_any or bool(self._todo)
 
     def reads(self, attribute: str) -> bool:
         """Return whether the code may read an attribute of this name."""
@@ -142,12 +146,26 @@ class CodeReads:
                 self._todo.append(wrapped)
 
     def _follow(self, function: types.FunctionType) -> None:
-        if function.__code__ in self._codes:
+        if self._followed.setdefault(id(function), function) is not function:
             return
+        if (function.__code__, id(function.__globals__)) not in self._codes:
+            self._follow_code(function)
+        if _top(function.__module__ or "") in _FOLLOWED_NOT:
+            return
+        # All that one decorator made have one code, and each has its own closure.
+        library = _is_library(function.__globals__)
+        if not library:
+            self.functions.append(function)
+        for cell in function.__closure__ or ():
+            if not library or isinstance(content(cell), VALUES):
+                self.cells[id(cell)] = cell
+            self._note_value(content(cell))
+
+    def _follow_code(self, function: types.FunctionType) -> None:
         names: set[str] = set()
         strings: set[str] = set()
         for code in _nested(function.__code__):
-            self._codes.add(code)
+            self._codes.add((code, id(function.__globals__)))
             names.update(code.co_names)
             strings.update(c for c in code.co_consts if isinstance(c, str))
         library = _is_library(function.__globals__)
@@ -167,14 +185,8 @@ class CodeReads:
         if names & _ENVIRONMENT:
             self._note_variables({name for name in names if _VARIABLE.fullmatch(name)})
         self._note_names(function.__globals__, of_globals, of_modules)
-        if not library:
-            self.functions.append(function)
-            if names & _COMPUTED:
-                self._note_methods(list(self._unnamed), of=function.__module__)
-        for cell in function.__closure__ or ():
-            if not library or isinstance(content(cell), VALUES):
-                self.cells[id(cell)] = cell
-            self._note_value(content(cell))
+        if not library and names & _COMPUTED:
+            self._note_methods(list(self._unnamed), of=function.__module__)
 
     def _note_variables(self, names: set[str]) -> None:
         """Note the environment variables among the strings of code that reads some."""
