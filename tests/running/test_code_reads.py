@@ -59,6 +59,24 @@ def test_equal_code_of_two_files_reads_the_globals_of_both():
     assert [space["NAME"] for space, _ in reads.places.values()] == [0, 1]
 
 
+def counted(function):
+    @functools.wraps(function)
+    def call(x):
+        call.count += 1
+        return function(x) * COUNTED
+
+    call.count = 0
+    return call
+
+
+COUNTED = 1.0
+
+
+def test_a_function_that_its_own_closure_holds_is_followed_once():
+    reads = CodeReads([counted(lambda x: x)])
+    assert [name for _, name in reads.places.values()] == ["COUNTED"]
+
+
 def states(device):
     net, found = Second().to(device), []
     for number in range(3):

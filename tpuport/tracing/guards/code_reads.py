@@ -146,8 +146,9 @@ class CodeReads:
                 self._todo.append(wrapped)
 
     def _follow(self, function: types.FunctionType) -> None:
-        if self._followed.setdefault(id(function), function) is not function:
+        if id(function) in self._followed:
             return
+        self._followed[id(function)] = function
         if (function.__code__, id(function.__globals__)) not in self._codes:
             self._follow_code(function)
         if _top(function.__module__ or "") in _FOLLOWED_NOT:
