@@ -101,3 +101,38 @@ def test_a_global_that_decorated_code_reads_may_change(name, monkeypatch):
     changed = {"SECOND": 7.0, "FACTORS": {"first": 9.0}}
     monkeypatch.setitem(globals(), name, changed[name])
     assert torch.equal(ported(x), net(x))
+
+
+def calls(x):
+    calls.count += 1
+    return x * calls.count
+
+
+calls.count = 0
+
+
+def first(x):
+    if not hasattr(first, "seen"):
+        first.seen = 3.0
+    return x * first.seen
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        return calls(x) + first(x)
+
+
+def test_attributes_of_functions_are_as_eager_pytorch_leaves_them():
+    def seen(device):
+        calls.count = 0
+        vars(first).pop("seen", None)
+        net, found = Counts().to(device), []
+        for _ in range(4):
+            found.append((net(torch.ones(2, device=device)).tolist(), calls.count, first.seen))
+        first.seen = 7.0
+        found.append(net(torch.ones(2, device=device)).tolist())
+        return found
+
+    expected = seen("cpu")
+    with tpuport.porting():
+        assert seen("cuda") == expected

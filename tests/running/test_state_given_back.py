@@ -1,5 +1,7 @@
 """The tensors that a call leaves in the user's module: eager PyTorch's values, layout, identity."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -154,3 +156,36 @@ def test_a_write_to_a_result_that_is_a_view_of_a_plain_attribute_reaches_it():
     expected = written("cpu")
     with tpuport.porting():
         assert written("cuda") == expected
+
+
+ORDER = OrderedDict(a=1.0, b=2.0)
+
+
+class Ordered(nn.Module):
+    """Keeps dicts with an order of their own, and changes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.turns, self.kept = OrderedDict(x=0.5, y=2.0), OrderedDict()
+
+    def forward(self, x):
+        self.turns.move_to_end(next(iter(self.turns)))
+        self.kept["k"], self.kept["j"] = x * 2, x * 3
+        self.kept.move_to_end("k")
+        return x * next(iter(self.turns.values())) * next(iter(ORDER.values()))
+
+
+def ordered(device):
+    net, found = Ordered().to(device), []
+    for number in range(4):
+        ORDER.move_to_end("ab"[number // 2])
+        out = net(torch.ones(1, device=device))
+        kept = [(key, value.tolist()) for key, value in net.kept.items()]
+        found.append((out.item(), list(net.turns.items()), kept))
+    return found
+
+
+def test_the_order_of_an_ordered_dict_is_that_of_eager():
+    expected = ordered("cpu")
+    with tpuport.porting():
+        assert ordered("cuda") == expected

@@ -80,8 +80,9 @@ def children(value: Any) -> Children:
     held = {} if type(value) in _BARE else attributes_of(value)
     if isinstance(value, dict):
         option = value.default_factory if isinstance(value, defaultdict) else None
-        keys = list(dict.keys(value))
-        return Children(type(value), keys, list(dict.values(value)), held, option)
+        keys = list(dict_class(value).keys(value))
+        parts = [dict.__getitem__(value, key) for key in keys]
+        return Children(type(value), keys, parts, held, option)
     for base in _SEQUENCES:
         if isinstance(value, base):  # A class of the user's may count or walk in its own way.
             return Children(type(value), None, list(base.__iter__(value)), held)
@@ -90,6 +91,14 @@ def children(value: Any) -> Children:
     if isinstance(value, types.CellType):
         return Children(types.CellType, None, content(value), {})
     return Children(type(value), None, [], held)
+
+
+def dict_class(value: dict[Any, Any]) -> Any:
+    """Return the class whose methods read and write a dict, not those of a subclass.
+
+    An OrderedDict keeps an order of its own, which the methods of dict neither see nor keep.
+    """
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def content(cell: types.CellType) -> list[Any]:
@@ -103,9 +112,9 @@ def content(cell: types.CellType) -> list[Any]:
 def refill(value: Any, content: Children) -> None:
     """Give a container or object this content in place; the parts of a tuple stay."""
     if isinstance(value, dict):
-        # An OrderedDict keeps an order of its own. A subclass's method may mirror, check or reject
-        # the items; a mirror is among the attributes.
-        base: Any = OrderedDict if isinstance(value, OrderedDict) else dict
+        # A subclass's method may mirror, check or reject the items; a mirror is among the
+        # attributes.
+        base = dict_class(value)
         base.clear(value)
         for key, part in zip(content.keys or (), content.parts, strict=True):
             base.__setitem__(value, key, part)

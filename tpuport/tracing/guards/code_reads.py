@@ -9,6 +9,7 @@ import builtins
 import contextvars
 import dis
 import functools
+import itertools
 import re
 import sys
 import types
@@ -55,6 +56,7 @@ class CodeReads:
         classes: the classes whose attributes are read, with the types of attributes to look at: of
             a library's classes only plain values.
         variables: the names of environment variables; None if the code may read any.
+        given_attributes: the names of what code sets attributes of (`function.calls = 0`).
         types: the namespaces, by id, of code that may call Python's `type` or `isinstance`.
     """
 
@@ -64,6 +66,7 @@ class CodeReads:
         self.cells: dict[int, types.CellType] = {}
         self.classes: dict[type, tuple[type, ...]] = {}
         self.variables: set[str] | None = set()
+        self.given_attributes: set[str] = set()
         self.types: dict[int, dict[str, Any]] = {}
         self._follows_all = methods is None
         self._names: set[str] = set(methods or ())
@@ -180,6 +183,7 @@ class CodeReads:
         self._names |= names
         if _top(function.__module__ or "") in _FOLLOWED_NOT:
             return
+        self.given_attributes |= _given_attributes(function.__code__)
         if names & _TYPES:
             self.types[id(function.__globals__)] = function.__globals__
         self._reads_any = self._reads_any or bool(names & _ANY)
@@ -251,6 +255,21 @@ def _globals_of(code: types.CodeType) -> frozenset[str]:
         for step in dis.get_instructions(one)
         if step.opname.endswith(("_GLOBAL", "_NAME"))
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _given_attributes(code: types.CodeType) -> frozenset[str]:
+    """Return the names of the globals and closures that code sets an attribute of."""
+    found: set[str] = set()
+    for one in _nested(code):
+        steps = list(dis.get_instructions(one))
+        for step, after in itertools.pairwise(steps):
+            if after.opname == "STORE_ATTR" and step.opname in _LOADS:
+                found.add(str(step.argval))
+    return frozenset(found)
+
+
+_LOADS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF"})
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -262,6 +262,11 @@ def _has_attributes(value: Any, held: dict[str, Any]) -> bool:
     return all(getattr(value, name, MISSING) is one for name, one in held.items())
 
 
+def _has_entries(space: dict[str, Any], held: tuple[int, dict[str, Any]]) -> bool:
+    size, entries = held
+    return len(space) == size and all(space.get(n, MISSING) is v for n, v in entries.items())
+
+
 def _base_of(value: Any) -> Any:
     """Return the built-in class of a container: one of the user's may refuse to count or walk."""
     return next((base for base in _BASES if isinstance(value, base)), None)
@@ -321,7 +326,10 @@ class _Freezer:
             self.identities.other(_has_value, value, now)
             return (Same(value), self._frozen(now))
         if isinstance(value, dict):
-            items = tuple((k if isinstance(k, VALUES) else id(k), v) for k, v in dict.items(value))
+            items = tuple(
+                (k if isinstance(k, VALUES) else id(k), v)
+                for k, v in pytree.dict_class(value).items(value)
+            )
             return (kind, tuple((k, self._frozen(v)) for k, v in items), self._attributes(value))
         return self._attributes(value)
 
@@ -329,6 +337,8 @@ class _Freezer:
         if isinstance(value, torch.Tensor) and not self.sees_tensors:
             return torch.Tensor
         kind = type(value)
+        if kind is types.FunctionType:
+            return self._function(value)
         opaque = (*pytree.ATOMS, torch.Tensor, torch.nn.Module, weakref.ref, torch.Generator)
         if isinstance(value, opaque) or kind.__module__.split(".")[0] in pytree.OPAQUE:
             return None if isinstance(value, dict) else Same(value)
@@ -347,6 +357,17 @@ class _Freezer:
             tuple((name, self._frozen(held[name])) for name in names),
             tuple(map(self._frozen, bound)),
         )
+
+    def _function(self, value: types.FunctionType) -> Any:
+        """Freeze the attributes of a function, such as a count of its calls."""
+        space = value.__dict__
+        if not space and value.__name__ not in self._reads.given_attributes:
+            return Same(value)
+        names = [name for name in space if self._reads.reads(name)]
+        held = len(space), {name: space[name] for name in names}
+        self.identities.other(_has_entries, space, held)
+        self.mutable.append(space)
+        return (Same(value), tuple((name, self._frozen(space[name])) for name in names))
 
 
 class _Restorable:

@@ -156,9 +156,11 @@ def filled(old: Any, new: Any, known: dict[int, Any]) -> Any:
         return new
     known[id(new)] = old
     if isinstance(new, dict):
-        content = {key: filled(old.get(key), value, known) for key, value in dict.items(new)}
-        dict.clear(old)
-        dict.update(old, content)
+        base = pytree.dict_class(old)
+        content = {key: filled(old.get(key), value, known) for key, value in base.items(new)}
+        base.clear(old)
+        for key, value in content.items():
+            base.__setitem__(old, key, value)
     held = pytree.attributes_of(old)
     made = pytree.attributes_of(new)
     for name in held.keys() - made.keys():
