@@ -143,13 +143,13 @@ _STATEFUL = ("Running", "Caches", "BatchNorm", "spectral_norm")
 _OF_AUTOGRAD = ("modified by an inplace", "A view was created", "a view of a leaf")
 
 
-def _listed(text: str) -> list[str]:
+def listed(text: str) -> list[str]:
     """Return the statements of a text, which empty lines part."""
     return text.strip().split("\n\n")
 
 
 # What a script does before a call, how it calls, what it differentiates and what it does then.
-_CHANGES = _listed("""
+_CHANGES = listed("""
 net.eval()
 
 net.train()
@@ -247,7 +247,7 @@ x = x.clone().requires_grad_(True)
 
 x = x.t().contiguous().t()
 """)
-_CALLS = _listed("""
+_CALLS = listed("""
 out = net(x)
 
 out = net(x)
@@ -276,7 +276,7 @@ out = net(x * 0.5)
 
 out = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
 """)
-_LOSSES = _listed("""
+_LOSSES = listed("""
 loss = total(out)
 
 loss = total(out)
@@ -291,7 +291,7 @@ loss = F.mse_loss(head(out), torch.zeros_like(head(out)))
 
 loss = None
 """)
-_ENDS = _listed("""
+_ENDS = listed("""
 optimizer.zero_grad(); backward(loss); optimizer.step()
 
 optimizer.zero_grad(); backward(loss); optimizer.step()

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.core
 
-from tpuport.foundation.user_frames import is_inside, user_line
+from tpuport.foundation.user_frames import is_inside, user_frame, user_line
+from tpuport.source.rewrite.text_use import is_looked_at
 from tpuport.tracing.core.active import innermost
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace
@@ -98,6 +99,12 @@ def refuse_rows() -> Exception:
             " `return` or list.append()"
         ),
     )
+
+
+def text_is_looked_at() -> bool:
+    """Return whether the user's code that runs looks at the text that it makes of a value."""
+    frame = user_frame()
+    return frame is not None and is_looked_at(frame.f_code, frame.f_lasti)
 
 
 # More choices than these would take too many paths.

@@ -20,7 +20,7 @@ from jax import lax
 from tpuport.foundation.user_frames import is_inside, user_line
 from tpuport.tracing.core import int64
 from tpuport.tracing.core.active import innermost
-from tpuport.tracing.core.concretize import concrete_number, decide, raise_if
+from tpuport.tracing.core.concretize import concrete_number, decide, raise_if, text_is_looked_at
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.python_numbers import (
     DIGITS,
@@ -268,9 +268,16 @@ class NumberNode:
         return self
 
     def str(self) -> builtins.str:
+        if text_is_looked_at():
+            return builtins.str(self._known_value())
         return TracedText(f"<traced {self.kind.__name__}>")
 
     __str__ = __repr__ = str
+
+    def _known_value(self) -> Any:
+        """Return the number, whose value Python needs."""
+        guards = {bool: self.guard_bool, int: self.guard_int, float: self.guard_float}
+        return guards[self.kind]("", 0)
 
     def _graph_repr(self) -> builtins.str:
         return self.str()

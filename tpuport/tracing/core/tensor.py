@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
-from tpuport.tracing.core import int64
+from tpuport.tracing.core import concretize, int64
 from tpuport.tracing.core.concretize import decide, identity_is_asked, refuse_rows
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.graph_node import GraphNode
@@ -559,8 +559,8 @@ class TracedTensor(backend.TorchaxTensor):
     __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
-        if self.is_concrete and self.dim() == 0:
-            return format(to_cpu(self).item(), spec)
+        if self.dim() == 0 and (self.is_concrete or concretize.text_is_looked_at()):
+            return format((to_cpu(self) if self.is_concrete else self).item(), spec)
         return repr(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -337,7 +337,7 @@ class _Freezer:
         if isinstance(value, torch.Tensor) and not self.sees_tensors:
             return torch.Tensor
         kind = type(value)
-        if kind is types.FunctionType:
+        if isinstance(value, types.FunctionType):
             return self._function(value)
         opaque = (*pytree.ATOMS, torch.Tensor, torch.nn.Module, weakref.ref, torch.Generator)
         if isinstance(value, opaque) or kind.__module__.split(".")[0] in pytree.OPAQUE:

@@ -16,7 +16,7 @@ from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.session.growing_arguments import sized
-from tpuport.tracing.state.module_state import state_tree
+from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.request import TraceRequest
 
 
@@ -49,24 +49,38 @@ def program_leaves(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[An
     return values, metas
 
 
-def refuse_text(trace: Trace, result: pytree.TreeSpec, state: dict[str, Any]) -> None:
+def is_of_text(what: Any) -> bool:
+    """Return whether a text, or the message of an error, has the text of a traced value in it."""
+    return any(str.__contains__(str(what), mark) for mark in (SHOWN, "<traced "))
+
+
+def refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) -> None:
     """Refuse text of a traced value that outlives the trace: each call has another.
 
     Args:
         trace: the trace.
         result: the structure of the result.
-        state: the attributes of modules, by name.
+        state: the state of the module after the call.
 
     Raises:
-        PortError: the result or an attribute holds such text.
+        PortError: the result or an attribute holds such text, or has it for a name or key.
     """
     if trace.recorder.text is None:
         return
+    values, names = ({}, []) if state is None else (state.values, [*state.values, *state.leaves])
+    if is_of_text(names):
+        raise port_error(
+            "the call gives state a name or key that depends on the program's inputs",
+            code="TPU103",
+            remedy="keep what the name is made of as a Python number that does not change at each"
+            " call, or use a tensor with a dim for the names",
+            place=trace.recorder.text,
+        )
     for name, value in [
         *(("the result", value) for value in pytree.statics_of(result)),
-        *((f"the attribute {name!r}", value) for name, value in state.items()),
+        *((f"the attribute {name!r}", value) for name, value in values.items()),
     ]:
-        if isinstance(value, str) and any(str.__contains__(value, s) for s in (SHOWN, "<traced ")):
+        if isinstance(value, str) and is_of_text(value):
             raise port_error(
                 f"{name} holds the text of a tensor or number that depends on the program's inputs",
                 code="TPU311",

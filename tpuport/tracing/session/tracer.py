@@ -51,6 +51,7 @@ from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
+    is_of_text,
     program_leaves,
     refuse_foreign_writes,
     refuse_text,
@@ -172,6 +173,10 @@ class Tracer:
                 last = restart
                 self._learn(restart)
             except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
+                refused = self._refused(error, refused, request)
+            except (AttributeError, KeyError) as error:
+                if not is_of_text(error):
+                    raise
                 refused = self._refused(error, refused, request)
         raise self._placed(_unsettled(request.method, last), request.method)
 
@@ -331,7 +336,7 @@ class Tracer:
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
         )
-        refuse_text(trace, outcome.out_spec, {} if after is None else after.values)
+        refuse_text(trace, outcome.out_spec, after)
         outcome.argument_changes = watch.changes()
         outputs = pytree.flatten(result, leaf=program_leaf)[0]
         if outcome.argument_changes is not None:

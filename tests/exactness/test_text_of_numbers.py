@@ -1,0 +1,122 @@
+"""Text that code makes of numbers of the program: shown, or used as a name or key."""
+
+import contextlib
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.foundation.errors import PortError
+from tpuport.source.rewrite.text_use import is_looked_at
+
+
+class Counts(nn.Module):
+    """Counts its calls, so that the count is a number of the program from the third call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.kept = 0, {}
+        self.l0, self.l1 = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x):
+        self.steps += 1
+        return self.used(x * self.steps)
+
+
+class OfKeys(Counts):
+    def used(self, x):
+        key = f"k{self.steps % 2}"
+        self.kept[key] = x
+        return x + len(self.kept)
+
+
+class OfNames(Counts):
+    def used(self, x):
+        return getattr(self, f"l{self.steps % 2}")(x)
+
+
+class Compared(Counts):
+    def used(self, x):
+        return x * 2 if f"n{self.steps % 2}" == "n1" else x
+
+
+class Shown(Counts):
+    def used(self, x):
+        text = f"step {self.steps}"
+        sys.stderr.write(text + f" of {self.steps}")
+        return x
+
+
+@pytest.mark.parametrize("kind", [OfKeys, OfNames, Compared, Shown])
+def test_text_of_a_count_means_what_it_means_in_eager(kind):
+    torch.manual_seed(0)
+    net = kind()
+    ported = tpuport.convert(net)
+    for _ in range(6):
+        x = torch.ones(2)
+        torch.testing.assert_close(ported(x).cpu(), net(x))
+    assert set(net.kept) == set(ported.module.kept)
+
+
+class Keeps(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.kept, self.part = {}, part
+
+    def forward(self, x):
+        count = int((x > 0).sum())
+        self.kept[self.part(count)] = x
+        return x * 2
+
+
+def named(number):
+    return "k" + "-".join([f"number {number}"])
+
+
+def test_a_key_that_depends_on_the_inputs_is_refused():
+    with pytest.raises(PortError, match="a name or key that depends on") as caught:
+        tpuport.convert(Keeps(named))(torch.ones(3))
+    assert caught.value.code == "TPU103"
+    assert caught.value.source_line.strip() == 'return "k" + "-".join([f"number {number}"])'
+
+
+SOURCES = {
+    'table[f"k{NUMBER}"]': True,
+    'f"k{NUMBER}" in ("k1", "k2")': True,
+    '"k{}".format(NUMBER) == "k1"': True,
+    'getattr(table, "k" + f"{NUMBER}1", None)': True,
+    'f"k{NUMBER}".startswith("k1")': True,
+    '{f"k{NUMBER}": 1}': True,
+    "len(str(NUMBER))": True,
+    'print(f"k{NUMBER}")': False,
+    'log.info("k{}".format(NUMBER))': False,
+    'name = f"k{NUMBER}"; print(name)': False,
+    'name = f"k{NUMBER}"; table[name]': True,
+    'name: str = f"k{NUMBER}"; table.get(name)': True,
+    'raise ValueError(f"k{NUMBER}")': False,
+    'assert not NUMBER, f"k{NUMBER}"': False,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_which_text_is_looked_at(source, tmp_path):
+    found = []
+
+    class Number:
+        def __str__(self):
+            frame = sys._getframe(1)
+            found.append(is_looked_at(frame.f_code, frame.f_lasti))
+            return "1"
+
+    class Log:
+        def info(self, text):
+            del text
+
+    path = tmp_path / "script.py"
+    path.write_text(source)
+    names = {"NUMBER": Number(), "table": {"k1": 1}, "log": Log()}
+    with contextlib.suppress(ValueError, AssertionError):
+        exec(compile(source, path, "exec"), names)
+    assert found == [SOURCES[source]]
