@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from typer.testing import CliRunner
 
 from tpuport.cli.app import app
@@ -30,6 +31,7 @@ from tpuport.verify.compare import (
 from tpuport.verify.files import compare_files
 from tpuport.verify.kinks import Kinks
 from tpuport.verify.processes import FinishedRun, VerifiedScript
+from tpuport.verify.recorder import StepRecorder
 
 TRAIN = """
 import sys
@@ -461,6 +463,18 @@ def test_eager_draws_what_the_programs_of_all_calls_draw(verify_text, fault):
     assert plain.losses != same.losses
     if not fault:
         assert np.allclose(np.array(same.losses[-1]), np.array(ported.losses[-1]), rtol=1e-4)
+
+
+def test_names_come_from_the_module_that_holds_most(tmp_path) -> None:
+    """A module that holds a part of the trained one, as the port has them, names nothing."""
+    layers = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    agent = nn.ModuleDict({"actor": nn.Sequential(*layers)})
+    part = nn.Sequential(*layers)
+    recorder = StepRecorder(tmp_path, 1)
+    recorder.name(torch.optim.SGD(agent.parameters(), 0.1))
+    assert set(recorder.names.values()) == {name for name, _ in agent.named_parameters()}
+    assert recorder.buffers.keys() == dict(agent.named_buffers()).keys()
+    assert len(part) == 2
 
 
 def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:

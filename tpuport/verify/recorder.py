@@ -122,16 +122,22 @@ class StepRecorder:
     def name(self, optimizer: Optimizer) -> None:
         """Find the names of an optimizer's parameters, and the buffers beside them."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        modules = [m for m in gc.get_objects() if isinstance(m, torch.nn.Module)]
+        # The class alone is asked: some objects warn if their `__class__` is read.
+        modules: list[torch.nn.Module]
+        modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
         inner = {id(child) for module in modules for child in module.children()}
-        found: dict[int, list[str]] = {}
+        roots: list[tuple[torch.nn.Module, dict[int, str]]] = []
         for root in (module for module in modules if id(module) not in inner):
-            named = [(name, p) for name, p in root.named_parameters() if id(p) in held]
-            for name, parameter in named:
-                found.setdefault(id(parameter), []).append(name)
+            named = {id(p): name for name, p in root.named_parameters() if id(p) in held}
             if named:
-                self.buffers.update((n, b) for n, b in root.named_buffers())
-        self.names |= {key: min(names, key=len) for key, names in found.items()}
+                roots.append((root, named))
+        # A root that holds a part of another's, as the port's copy of a layer does, names nothing.
+        # Of two that hold the same, the one with longer names is further out.
+        roots.sort(key=lambda one: (-len(one[1]), -len("".join(one[1].values()))))
+        for root, named in roots:
+            if not named.keys() <= self.names.keys():
+                self.names = named | self.names
+                self.buffers.update(root.named_buffers())
 
     def parameters(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of an optimizer, each with a key that tells it from all others."""
