@@ -189,3 +189,33 @@ def test_the_order_of_an_ordered_dict_is_that_of_eager():
     expected = ordered("cpu")
     with tpuport.porting():
         assert ordered("cuda") == expected
+
+
+class Decides(nn.Module):
+    """Sets Python values of its own where a branch on traced values says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.warm, self.count, self.scale = nn.Linear(3, 1), False, 0, 1.0
+
+    def forward(self, x):
+        out = self.layer(x).sum() * self.scale + self.count
+        out = -out if self.warm else out
+        if x.sum() > 0:
+            self.warm, self.count, self.scale = True, self.count + 3, 0.5
+        return out
+
+
+@pytest.mark.parametrize("values", [(-1.0, 1.0, -1.0), (1.0, -1.0, 1.0)])
+def test_a_branch_on_data_leaves_the_values_of_the_way_that_was_taken(values):
+    def found(device):
+        torch.manual_seed(0)
+        net, kept = Decides().to(device), []
+        for value in values:
+            out = net(torch.full((2, 3), value, device=device))
+            kept += [net.warm, net.count, net.scale, float(out.detach())]
+        return kept
+
+    with tpuport.porting():
+        ported = found("cuda")
+    assert ported == pytest.approx(found("cpu"))

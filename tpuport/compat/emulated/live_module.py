@@ -405,6 +405,8 @@ class LiveModel(PortedModel):
             fqn, attribute = changes.owners[name]
             theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)
             put(theirs, ours, attribute, cloner)
+            if name in changes.numbers:  # the copy has a placeholder
+                vars(theirs)[attribute] = type(vars(ours)[attribute])(values[name])
         changes.put_hooks(self._user)
 
     # -- running -----------------------------------------------------------------------------------
