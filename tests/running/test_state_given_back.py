@@ -219,3 +219,51 @@ def test_a_branch_on_data_leaves_the_values_of_the_way_that_was_taken(values):
     with tpuport.porting():
         ported = found("cuda")
     assert ported == pytest.approx(found("cpu"))
+
+
+class Adversarial(nn.Module):
+    """Freezes and trains its critic inside the call, as losses of GANs do, and its scale never."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic, self.scale = nn.Linear(3, 1), nn.Parameter(torch.ones(1))
+
+    def forward(self, x, mode):
+        if mode == "freeze":
+            self.scale.requires_grad_(False)
+        for parameter in self.critic.parameters():
+            parameter.requires_grad = mode == "critic"
+        if mode == "generator":
+            return -self.critic(x).mean() * self.scale
+        return torch.relu(1 + self.critic(x.detach())).mean() * self.scale
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_requires_grad_is_what_a_call_leaves(freezes):
+    def found(device):
+        torch.manual_seed(0)
+        loss, source, kept = Adversarial().to(device), nn.Linear(2, 3).to(device), []
+        modes = ["generator", "critic", "generator", "critic"]
+        for mode in [*modes[:2], "freeze", *modes] if freezes else modes:
+            out = loss(source(torch.ones(4, 2, device=device)), mode)
+            kept.append([out.requires_grad, *(p.requires_grad for p in loss.parameters())])
+            if out.requires_grad:
+                out.sum().backward()
+            grads = [p.grad for p in (*loss.parameters(), *source.parameters())]
+            kept.append([torch.tensor([]) if g is None else g.cpu().clone() for g in grads])
+        return kept
+
+    expected = found("cpu")
+    with tpuport.porting():
+        torch.testing.assert_close(found("cuda"), expected)
+
+
+def test_requires_grad_that_data_decides_is_refused():
+    class Stops(nn.Linear):
+        def forward(self, input):
+            if input.sum() > 0:
+                self.weight.requires_grad_(False)
+            return super().forward(input)
+
+    with tpuport.porting(), pytest.raises(tpuport.PortError, match="requires_grad of a param"):
+        Stops(3, 1).to("cuda")(torch.ones(2, 3, device="cuda"))

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.compat.emulated import gradients, spread
+from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, view_of
 from tpuport.compat.emulated.settings import active
@@ -407,7 +407,7 @@ class LiveModel(PortedModel):
             put(theirs, ours, attribute, cloner)
             if name in changes.numbers:  # the copy has a placeholder
                 vars(theirs)[attribute] = type(vars(ours)[attribute])(values[name])
-        changes.put_hooks(self._user)
+        changes.put_hooks_and_flags(self._user)
 
     # -- running -----------------------------------------------------------------------------------
 
@@ -480,6 +480,9 @@ class LiveModel(PortedModel):
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
         prepared = self._prepare(method, args, kwargs)
+        if trained_flags.begin(self._user, prepared.compiled.outcome.python_changes):
+            self._take_in()
+            return self._run(method, args, kwargs)
         if not tensors:
             return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted)
@@ -573,7 +576,8 @@ class LiveModel(PortedModel):
         assert call is not None
         assert expected.module is not None
         theirs = dict(expected.module.named_parameters())
-        ours = {n: t for n, t in self._tree.leaves.items() if n in self.params}
+        # The call may have ended that a parameter requires grad.
+        ours = {n: self._tree.leaves[n] for n in self.params if self._tree.leaves[n].requires_grad}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
         # Eager's copy begins at the arguments and the state. Ours may come from the same

@@ -9,7 +9,7 @@ from types import FrameType
 
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import inside_prefixes, user_frame
-from tpuport.tracing.core.active import innermost
+from tpuport.tracing.core.active import ActiveTrace, innermost
 
 _TRACING = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRACER = os.path.join(_TRACING, "session", "tracer.py")
@@ -183,3 +183,13 @@ def port_error(
     if trace is not None:
         trace.recorder.refusal = trace.recorder.refusal or error
     return error
+
+
+def refuse_flag_in_branch(trace: ActiveTrace | None) -> None:
+    """Refuse to change whether a parameter requires grad where data decides if that runs."""
+    if trace is not None and len(trace.regions) > 1:
+        raise port_error(
+            "requires_grad of a parameter is changed in a branch or loop on traced values",
+            code="TPU403",
+            remedy="change it before the branch, or outside of the call",
+        )

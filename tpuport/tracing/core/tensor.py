@@ -20,7 +20,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import concretize, int64
 from tpuport.tracing.core.concretize import decide, identity_is_asked, refuse_rows
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import port_error, refuse_flag_in_branch
 from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.storage import Flow, Storage, detaching
@@ -410,11 +410,12 @@ class TracedTensor(backend.TorchaxTensor):
                 " computed variable in a subgraph that doesn't require differentiation use"
                 " var_no_grad = var.detach()."
             )
+        if requires_grad != self.requires_grad and getattr(self, "_is_param", False):
+            refuse_flag_in_branch(self._storage.trace)
         if requires_grad and not self.requires_grad:
             self._own_flow, self._is_leaf = Flow.SEEN, True
-            trace = self._storage.trace
-            if trace is not None:
-                trace.add_leaf(self)
+            if self._storage.trace is not None:
+                self._storage.trace.add_leaf(self)
             # What was computed from it before does not depend on the leaf.
             self._keep(checkpoint_name(self._elem, "leaf"))
         elif not requires_grad and not self._frozen:

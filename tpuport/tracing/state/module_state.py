@@ -26,7 +26,7 @@ class StateTree:
 
     `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
     `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
-    modules that have some, by fqn.
+    modules that have some, by fqn. `trained` says which parameters require grad, if graphs count.
     """
 
     leaves: dict[str, Any]
@@ -37,6 +37,7 @@ class StateTree:
     registered: set[str]
     modules: dict[str, tuple[int, type]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    trained: dict[str, bool] = field(default_factory=dict)
 
     def attributes_of(self, names: Iterable[str]) -> list[str]:
         """Return the names of the attributes that hold some leaves, under all of their names."""
@@ -111,6 +112,11 @@ def state_tree(
 
 def _note_graphs(tree: StateTree) -> None:
     """Make tensors that require grad, other than parameters, count as of another kind."""
+    tree.trained = {
+        name: leaf.requires_grad
+        for name in tree.registered
+        if isinstance(leaf := tree.leaves[name], torch.nn.Parameter) and leaf.is_leaf
+    }
     for name, leaf in tree.leaves.items():
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             if not isinstance(leaf, torch.nn.Parameter):
@@ -308,9 +314,10 @@ class PythonChanges:
 
     Traced tensors in the new values are placeholders, and so are the traced numbers of the
     attributes in `numbers`. `hooks` has, by fqn, all hook attributes of modules whose hooks
-    changed. `own` are the placeholders in the new values for parameters and buffers, and `modules`
-    the traced copies of modules in them, by name. `constants` are the host tensors in them that the
-    call made, by id: each call makes its own.
+    changed, and `trained` the parameters whose `requires_grad` changed. `own` are the placeholders
+    in the new values for parameters and buffers, and `modules` the traced copies of modules in
+    them, by name. `constants` are the host tensors in them that the call made, by id: each call
+    makes its own.
     """
 
     names: list[str]
@@ -325,6 +332,7 @@ class PythonChanges:
     own: dict[str, torch.Tensor] = field(default_factory=dict)
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    trained: dict[str, bool] = field(default_factory=dict)
 
     @property
     def causes(self) -> list[str]:
@@ -373,7 +381,7 @@ class PythonChanges:
                 owner._buffers[attribute] = value.value
             else:
                 owner.__dict__[attribute] = value
-        self.put_hooks(module)
+        self.put_hooks_and_flags(module)
         return module
 
     def _with_own(self, module: torch.nn.Module) -> dict[str, Any]:
@@ -387,8 +395,10 @@ class PythonChanges:
         cloner.memo.update({id(m): module.get_submodule(n) for n, m in self.modules.items()})
         return {name: cloner.clone(value) for name, value in self.after.items()}
 
-    def put_hooks(self, module: torch.nn.Module) -> None:
-        """Set the changed hooks on a module of the same structure."""
+    def put_hooks_and_flags(self, module: torch.nn.Module) -> None:
+        """Set the changed hooks and flags of parameters on a module of the same structure."""
+        for name, flag in self.trained.items():
+            module.get_parameter(name).requires_grad_(flag)
         for fqn, kept in self.hooks.items():
             module.get_submodule(fqn).__dict__.update(
                 {name: copy.copy(value) for name, value in kept.items()}
@@ -437,7 +447,9 @@ def python_changes(
         for name in dict.fromkeys([*before.statics, *after.statics])
         if before.statics.get(name, _ABSENT) != after.statics.get(name, _ABSENT)
     ]
-    if not names and before.modules == after.modules and before.hooks == after.hooks:
+    same = before.modules == after.modules and before.hooks == after.hooks
+    trained = {n: flag for n, flag in after.trained.items() if before.trained.get(n, flag) != flag}
+    if not names and same and not trained:
         return None
     paths = {id(after.leaves[n]): n for n in after.registered if n in before.leaves}
     own: dict[str, torch.Tensor] = {}
@@ -477,7 +489,7 @@ def python_changes(
         names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
     )
     changes.own, changes.modules = own, _modules_in(values, module)
-    changes.constants = constants
+    changes.constants, changes.trained = constants, trained
     return changes
 
 
