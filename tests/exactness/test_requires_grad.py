@@ -296,3 +296,27 @@ def test_results_under_porting():
         assert (loss.requires_grad, target.requires_grad) == (True, False)
         loss.backward()
         assert [p.grad is None for p in module.parameters()] == [False, False, True, True]
+
+
+class Window(nn.Module):
+    """A window into the memory of a parameter, taken of a part of it or of all."""
+
+    def __init__(self, take: Any) -> None:
+        super().__init__()
+        self.weight, self.take = nn.Parameter(normal(3, 4)), take
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.take(self.weight * x) + self.take(self.weight)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda w: torch.as_strided(w[1], (2, 2), (2, 1), 1),
+        lambda w: torch.as_strided(w[:, 1:3], (3,), (4,), 2),
+        lambda w: w[2].as_strided((2,), (1,), 8),
+        lambda w: w.t().as_strided((2, 3), (4, 1), 1),
+    ],
+)
+def test_a_window_has_the_gradient_of_the_tensor_that_it_was_taken_of(take):
+    check_gradients(Scenario("window", lambda: Window(take), ((torch.tensor(2.0),),)), by_tpuport)

@@ -1,7 +1,10 @@
 """Views: tensors that share the storage of another one."""
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.interop import backend
@@ -72,8 +75,9 @@ def as_strided(
             code="TPU203",
             remedy="index with ordinary slices",
         )
+    flat = _only_own_gradient(base, whole, size, stride, offset)
     window = ViewStep(
-        lambda v: step.forward(v.reshape(-1)),
+        lambda v: step.forward(flat(v.reshape(-1))),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
     )
     # The view steps of `base` are left out here, and a detach among them must not be lost.
@@ -84,6 +88,25 @@ def as_strided(
         chain = (window, stop)
     meta = whole.as_strided(size, stride, offset)
     return TracedTensor(root, chain, meta, None, base._own_flow, base._detached)
+
+
+def _only_own_gradient(
+    base: torch.Tensor, whole: torch.Tensor, size: list[int], stride: list[int], offset: Any
+) -> Callable[[jax.Array], jax.Array]:
+    """Return what stops gradients of a flat storage outside of the memory that `base` covers.
+
+    torch gives elements of a window no gradient if the tensor that it was taken of has them not.
+    """
+    count = whole.numel()
+    if torch.Tensor.numel(base) == count or not differentiable(base.dtype):
+        return lambda flat: flat
+    covered = torch.zeros(count, dtype=torch.bool)
+    place: Any = torch.Tensor.storage_offset(base)
+    covered.as_strided(base.size(), base.stride(), place).fill_(True)
+    if bool(covered.as_strided(size, stride, offset).all()):
+        return lambda flat: flat
+    own = covered.numpy()
+    return lambda flat: jnp.where(own, flat, jax.lax.stop_gradient(flat))
 
 
 def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
