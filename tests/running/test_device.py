@@ -106,6 +106,15 @@ def test_a_module_moves_however_it_is_told_to():
         assert moved.to(device="cpu").weight.device.type == "cpu"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_module_with_whole_numbers_changes_its_dtype_where_it_is(device):
+    moved = nn.BatchNorm1d(2).to(device).to(dtype=torch.float64).to(torch.float32)
+    assert [(t.device.type, t.dtype) for t in (moved.weight, moved.num_batches_tracked)] == [
+        (device, torch.float32),
+        (device, torch.int64),
+    ]
+
+
 def test_an_array_is_copied_to_the_accelerator_not_aliased():
     array = np.zeros(2)
     there = torch.as_tensor(array, device="cuda")

@@ -173,7 +173,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         where = options.pop("device", None)
     if where is None:
-        return _settled(func(tensor, *rest, **options), args, kwargs)
+        return _settled(func(*args, **kwargs), args, kwargs)
     on_accelerator = is_accelerator(where)
     if not on_accelerator and torch.device(where).type != "cpu":
         return func(tensor, where, *rest, **options)
