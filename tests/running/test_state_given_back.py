@@ -227,6 +227,7 @@ class Adversarial(nn.Module):
     def __init__(self):
         super().__init__()
         self.critic, self.scale = nn.Linear(3, 1), nn.Parameter(torch.ones(1))
+        self.tied = nn.ParameterList([self.scale, self.critic.weight])
 
     def forward(self, x, mode):
         if mode == "freeze":

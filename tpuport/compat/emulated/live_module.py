@@ -577,15 +577,16 @@ class LiveModel(PortedModel):
         assert expected.module is not None
         theirs = dict(expected.module.named_parameters())
         # The call may have ended that a parameter requires grad.
-        ours = {n: self._tree.leaves[n] for n in self.params if self._tree.leaves[n].requires_grad}
+        leaves = self._tree.leaves.items()
+        ours = {n: t for n, t in leaves if n in self.params and t.requires_grad}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
         # Eager's copy begins at the arguments and the state. Ours may come from the same
         # parameters, by an earlier call or if the script tied them to those of another module.
         given_before = (*arguments.flatten_call(given)[0], *self._tree.leaves.values())
         made = [t for t in given_before if _is_made(t)]
-        leaves = pytree.flatten(out)[0]
-        sums = parity.projected([t.detach() if _in(t, made) else t for t in leaves])
+        results = pytree.flatten(out)[0]
+        sums = parity.projected([t.detach() if _in(t, made) else t for t in results])
         left = state_tree(expected.module).leaves
         names = [n for n in self._left.flowing if isinstance(left.get(n), torch.Tensor)]
         sums += parity.projected([self._left.flowing[name] for name in names])

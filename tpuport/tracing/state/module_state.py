@@ -114,8 +114,8 @@ def _note_graphs(tree: StateTree) -> None:
     """Make tensors that require grad, other than parameters, count as of another kind."""
     tree.trained = {
         name: leaf.requires_grad
-        for name in tree.registered
-        if isinstance(leaf := tree.leaves[name], torch.nn.Parameter) and leaf.is_leaf
+        for name, leaf in tree.leaves.items()
+        if name in tree.registered and isinstance(leaf, torch.nn.Parameter) and leaf.is_leaf
     }
     for name, leaf in tree.leaves.items():
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
