@@ -113,6 +113,30 @@ def test_an_output_without_a_static_size_does_not_leave_a_pure_function(way: str
         jax.jit(pure)(x.numpy()) if way == "jit" else ported.eval_shape(x)
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] * 2
+
+
+def test_rows_for_a_custom_function_are_refused_where_it_is_called():
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return Doubled.apply(x[x > 0])
+
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return layer(x).sum()
+
+    with pytest.raises(PortError, match=r"an argument of Doubled\.apply") as refused:
+        tpuport.convert(Net())(torch.randn(4))
+    assert refused.value.line == layer.__code__.co_firstlineno + 1
+    assert "--eager" in str(refused.value)
+
+
 def argmax_row(x: torch.Tensor) -> torch.Tensor:
     return x + 1 if x.argmax().item() < x.shape[1] else x - 1
 

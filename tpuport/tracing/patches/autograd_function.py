@@ -16,7 +16,6 @@ from torch.autograd.function import _SingleLevelFunction
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Replacement, Shim, installed
-from tpuport.tracing.core.arguments import unsized
 from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
@@ -171,7 +170,7 @@ class _FunctionCall:
                 return out  # without a gradient it is the argument itself, as in eager
             leaves, self.spec = pytree.flatten(out)
             if any(extents_of(leaf) for leaf in leaves):
-                raise unsized(f"an output of {cls.__name__}.forward")
+                raise _unsized(f"an output of {cls.__name__}.forward")
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
         saved = self._save(context, tensors, leaves)
@@ -384,10 +383,19 @@ def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor]) -> Any
     return backward(context, grads) if boxed else backward(context, *grads)
 
 
+def _unsized(what: str) -> Exception:
+    return port_error(
+        f"{what} has a size that depends on data; a custom autograd function needs static sizes",
+        code="TPU203",
+        remedy="give it all elements together with a mask, or leave the class that calls it to"
+        " eager PyTorch: --eager NAME, porting(eager=(...))",
+    )
+
+
 def apply_function(trace: Trace, cls: Any, args: tuple[Any, ...]) -> Any:
     """Call a custom autograd function with traced tensors."""
     if any(extents_of(a) for a in args):
-        raise unsized(f"an argument of {cls.__name__}.apply")
+        raise _unsized(f"an argument of {cls.__name__}.apply")
     return _FunctionCall(trace, cls, args).run(args)
 
 
