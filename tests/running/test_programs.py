@@ -619,3 +619,25 @@ def test_a_module_that_keeps_its_optimizer():
     with tpuport.porting():
         found = trained("cuda")
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+class Listed(nn.Module):
+    """Has a `parameters` of its own, as learners of MAML have, which returns a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.vars = nn.ParameterList([torch.ones(2, 3), torch.zeros(2)])
+
+    def parameters(self, recurse=True):
+        return self.vars  # pyright: ignore[reportReturnType]
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, *self.vars).tanh()
+
+
+def test_a_class_with_a_list_of_parameters_becomes_a_program():
+    with tpuport.porting() as run:
+        net = Listed().cuda()
+        net(torch.ones(4, 3, device="cuda")).sum().backward()
+    assert [report.model for report in run.report.programs] == ["Listed"]
+    assert net.vars[1].grad is not None

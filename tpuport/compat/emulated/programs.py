@@ -88,9 +88,10 @@ def _holds_eager(module: torch.nn.Module, settings: PortingSettings) -> bool:
 
 
 def _is_on_accelerator(module: torch.nn.Module) -> bool:
-    first = next(module.parameters(), None)
+    # A class may have a `parameters` of its own, which returns a list.
+    first = next(torch.nn.Module.parameters(module), None)
     if first is None:
-        first = next(module.buffers(), None)
+        first = next(torch.nn.Module.buffers(module), None)
     return first is not None and is_tagged(first)
 
 

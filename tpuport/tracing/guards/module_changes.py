@@ -84,7 +84,7 @@ def frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
         for name, owner in module.named_modules()
         if owner._forward_hooks or owner._forward_pre_hooks
     ]
-    trained = [p.requires_grad for p in module.parameters()]
+    trained = [p.requires_grad for p in torch.nn.Module.parameters(module)]
     return (tree.statics, tree.modules, hooks, trained)
 
 
