@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
+import tpuport
 from tpuport.cli.app import app
 from tpuport.verify import report, rounding
 from tpuport.verify.compare import (
@@ -475,6 +476,21 @@ def test_names_come_from_the_module_that_holds_most(tmp_path) -> None:
     assert set(recorder.names.values()) == {name for name, _ in agent.named_parameters()}
     assert recorder.buffers.keys() == dict(agent.named_buffers()).keys()
     assert len(part) == 2
+
+
+def test_a_backward_in_a_trace_is_not_recorded(tmp_path) -> None:
+    recorder = StepRecorder(tmp_path, 1)
+    backward = recorder.recorded(lambda *_: None)
+
+    class TrainsItself(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            backward(x.sum())
+            return x
+
+    tpuport.convert(TrainsItself(), verify=False)(torch.ones(3))
+    assert recorder.since_step == []
+    backward(torch.ones(3).sum())
+    assert recorder.since_step == [3.0]
 
 
 def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:

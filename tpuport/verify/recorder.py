@@ -75,7 +75,9 @@ class StepRecorder:
             if self.in_backward:  # one of the two calls the other
                 return backward(tensors, *args, **kwargs)
             each = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-            self.since_step += [float(tensor.detach().float().mean()) for tensor in each]
+            # In the trace of a module that trains itself, tensors are of another class.
+            real = [tensor for tensor in each if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+            self.since_step += [float(tensor.detach().float().mean()) for tensor in real]
             self.in_backward = True
             try:
                 return backward(tensors, *args, **kwargs)
