@@ -405,8 +405,7 @@ class LiveModel(PortedModel):
             fqn, attribute = changes.owners[name]
             theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)
             put(theirs, ours, attribute, cloner)
-            if name in changes.numbers:  # the copy has a placeholder
-                vars(theirs)[attribute] = type(vars(ours)[attribute])(values[name])
+        changes.put_numbers(self._user, values)
         changes.put_hooks_and_flags(self._user)
 
     # -- running -----------------------------------------------------------------------------------
@@ -577,8 +576,7 @@ class LiveModel(PortedModel):
         assert expected.module is not None
         theirs = dict(expected.module.named_parameters())
         # The call may have ended that a parameter requires grad.
-        leaves = self._tree.leaves.items()
-        ours = {n: t for n, t in leaves if n in self.params and t.requires_grad}
+        ours = {n: t for n, t in self._tree.leaves.items() if n in self.params and t.requires_grad}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
         ours = {n: t for n, t in ours.items() if n in theirs and isinstance(t, torch.nn.Parameter)}
         # Eager's copy begins at the arguments and the state. Ours may come from the same

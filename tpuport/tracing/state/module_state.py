@@ -395,6 +395,13 @@ class PythonChanges:
         cloner.memo.update({id(m): module.get_submodule(n) for n, m in self.modules.items()})
         return {name: cloner.clone(value) for name, value in self.after.items()}
 
+    def put_numbers(self, module: torch.nn.Module, values: dict[str, Any]) -> None:
+        """Set attributes whose numbers the program returned, for which `after` has placeholders."""
+        for name in self.numbers:
+            fqn, attribute = self.owners[name]
+            number = type(self.after[name])(values[name])
+            module.get_submodule(fqn).__dict__[attribute] = number
+
     def put_hooks_and_flags(self, module: torch.nn.Module) -> None:
         """Set the changed hooks and flags of parameters on a module of the same structure."""
         for name, flag in self.trained.items():
