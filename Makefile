@@ -57,6 +57,8 @@ fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with the
 	TPUPORT_FUZZ=$(or $(TPUPORT_FUZZ),5000) $(BIN)/pytest -q tests/source/test_fuzz.py tests/source/test_fuzz_tensors.py
 	$(BIN)/python -m benchmarks.whole_programs --count $(or $(TPUPORT_FUZZ),5000)
 	$(BIN)/python -m benchmarks.stateful_scripts --count $(or $(TPUPORT_FUZZ),1000)
+	$(BIN)/python -m benchmarks.training_scripts --count $(or $(TPUPORT_FUZZ),1000)
+	$(BIN)/python -m benchmarks.python_idioms --count $(or $(TPUPORT_FUZZ),1000)
 
 bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*
 	$(BIN)/python -m benchmarks

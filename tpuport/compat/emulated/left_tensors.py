@@ -9,6 +9,7 @@ import torch
 from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
+from tpuport.tracing.state.module_state import state_tree
 from tpuport.tracing.state.request import Alias, Before, Outside, TraceResult
 
 
@@ -97,6 +98,11 @@ class LeftTensors:
                 made = host_tensor(self._values[name], meta.dtype, meta)
             self._made[name] = made
         return self._made[name]
+
+    def of_eager(self, module: torch.nn.Module | None) -> list[torch.Tensor]:
+        """Return the tensors of eager's module that the call left with a graph, in one order."""
+        left = {} if module is None else state_tree(module).leaves
+        return [left.get(name, torch.zeros(())) for name in self.flowing]
 
     def _known(self, name: str) -> torch.Tensor | None:
         """Return what a name was bound to if a tensor for it exists: that one, or a view of it."""

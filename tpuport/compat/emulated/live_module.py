@@ -585,10 +585,8 @@ class LiveModel(PortedModel):
         made = [t for t in given_before if _is_made(t)]
         results = pytree.flatten(out)[0]
         sums = parity.projected([t.detach() if _in(t, made) else t for t in results])
-        left = state_tree(expected.module).leaves
-        names = [n for n in self._left.flowing if isinstance(left.get(n), torch.Tensor)]
-        sums += parity.projected([self._left.flowing[name] for name in names])
-        state = [left[name] for name in names]
+        state = self._left.of_eager(expected.module)
+        sums += parity.projected(list(self._left.flowing.values()))
         if not ours or not (sums or parity.projected((expected.out, state))):
             return []
         try:
@@ -606,6 +604,9 @@ class LiveModel(PortedModel):
         finally:
             call.ends_here = False
         return parity.paired(want, dict(zip(ours, have, strict=True)))
+
+    def _eager_gradients(self, found: Reference) -> dict[str, Any]:
+        return parity.of_reference(found, state=self._left.of_eager(found.module))
 
 
 def _is_made(value: Any) -> bool:

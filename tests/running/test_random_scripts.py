@@ -1,0 +1,23 @@
+"""Random training scripts and modules of Python's idioms, from `benchmarks`.
+
+Each seed here met a fault once; `make fuzz` runs many more.
+"""
+
+import pytest
+
+from benchmarks import python_idioms, training_scripts
+
+
+@pytest.mark.parametrize("seed", [9, 17, 22, 61, 262])
+def test_a_training_script_sees_what_it_sees_in_eager_pytorch(seed, tmp_path):
+    source, steps = training_scripts.Maker(seed).program()
+    assert training_scripts.verdict(source, steps, tmp_path) == ("passes", "")
+
+
+@pytest.mark.parametrize("how", ["convert", "porting"])
+@pytest.mark.parametrize("seed", [7, 12, 49, 52, 166])
+def test_an_idiom_of_python_means_what_it_means_in_eager_pytorch(seed, how, tmp_path):
+    source, changes = python_idioms.Maker(seed).program()
+    kind, what = python_idioms.verdict(source, changes, tmp_path, how)
+    known = {"convert": ("passes", "refused"), "porting": ("passes",)}
+    assert kind in known[how], what
