@@ -237,3 +237,29 @@ def test_buffers_that_a_program_of_a_script_writes_to():
     expected = run(Counter(), torch.ones(2, 3))
     with tpuport.porting():
         assert run(Counter().cuda(), torch.ones(2, 3).cuda()) == expected
+
+
+class KeepsParts(nn.Module):
+    """Keeps parts of what it returns: in its place, before it, and in order."""
+
+    last: torch.Tensor
+    row: torch.Tensor
+    rows: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first, second, third = x * 1, x * 2, x * 3
+        self.last, self.row, self.rows = first[:, -1], second[2], third[1:3]
+        return first, second, third[2:]
+
+
+def test_results_with_parts_that_are_state_outlive_it_and_are_not_written() -> None:
+    model = KeepsParts()
+    model.last = model.row = model.rows = torch.zeros(())
+    ported, x = tpuport.convert(model), torch.arange(12.0).view(4, 3)
+    results = ported(x)
+    ported(x + 1)
+    expected = KeepsParts()(x)
+    assert [tpuport.to_numpy(one).tolist() for one in results] == [t.tolist() for t in expected]
+    for result in ported(x):
+        with pytest.raises(PortError, match="would not see this write to the result"):
+            result.add_(1)

@@ -268,3 +268,36 @@ def test_requires_grad_that_data_decides_is_refused():
 
     with tpuport.porting(), pytest.raises(tpuport.PortError, match="requires_grad of a param"):
         Stops(3, 1).to("cuda")(torch.ones(2, 3, device="cuda"))
+
+
+class KeepsParts(nn.Module):
+    """Keeps the last rows of what it returns, as a recurrent model keeps its hidden state."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.last, self.row = None, None
+
+    def forward(self, x):
+        out, other = x * self.weight, x + self.weight
+        self.last, self.row = out[:, -1], other[2]
+        return out, other
+
+
+def kept_parts(device):
+    net = KeepsParts().to(device)
+    found = []
+    with torch.no_grad():
+        for number in range(3):
+            results = net(torch.arange(12.0).view(4, 3).to(device) + number)
+            for result in results:
+                result.mul_(2)
+            net.row[0] = -1.0
+            found.append([t.tolist() for t in (*results, net.last, net.row)])
+    return found
+
+
+def test_state_that_is_a_part_of_a_result_sees_writes_to_it():
+    expected = kept_parts("cpu")
+    with tpuport.porting():
+        assert kept_parts("cuda") == expected

@@ -631,7 +631,7 @@ class PortedModel(PortedState):
         made = copy.copy(self)
         made.params, made.buffers = params, buffers
         made._cache, made._bound, made._sampler = ProgramCache(), {}, None
-        made._memories = weakref.WeakValueDictionary()
+        made._memories, made._copies = weakref.WeakValueDictionary(), {}
         made._tracer = dataclasses.replace(self._tracer, **parts)
         return made
 

@@ -19,7 +19,7 @@ from tpuport.model.attribute_place import attribute_place
 from tpuport.model.module_edits import Copies, ModuleEdits
 from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
-from tpuport.model.shared_results import StateMemory, leave
+from tpuport.model.shared_results import Copy, StateMemory, leave
 from tpuport.model.weights import LoadResult
 from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
@@ -79,6 +79,8 @@ class PortedState:
         self._outside_changes = 0
         # The memory of state that results of calls share, by name.
         self._memories: MutableMapping[str, StateMemory] = weakref.WeakValueDictionary()
+        # Results that are copies of a part of it, by name.
+        self._copies: dict[str, weakref.WeakSet[Copy]] = {}
         self._edits: ModuleEdits | None = None
         # The key of the newest call, for what it leaves behind if it raises.
         self._last_key: jax.Array | None = None
@@ -370,8 +372,8 @@ class PortedState:
     # -- after a call ------------------------------------------------------------------------------
 
     def _advance(self, compiled: CachedProgram, new_state: dict[str, jax.Array]) -> None:
-        if self._memories:
-            leave(self._memories, compiled.outcome.rebound)
+        if self._memories or self._copies:
+            leave(self, compiled.outcome.rebound)
         for name, value in new_state.items():
             target = self.params if name in self.params else self.buffers
             if name not in target:

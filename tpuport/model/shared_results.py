@@ -5,7 +5,8 @@ result reads and writes their memory all the same: the storage of its tensor sta
 Where that is not possible, it is a copy that refuses to be written, or to be read when it is old.
 """
 
-from collections.abc import Callable, MutableMapping
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -127,18 +128,27 @@ class StateMemory(_Memory):
         self._known, self._ported, self._is_lost = self._read(), None, is_lost
 
 
-class _Copy(_Memory):
-    """A copy of memory that cannot be shared: it is not written, nor read when it is old."""
+class Copy(_Memory):
+    """A copy of memory that cannot be shared: it is not written, nor read when it is old.
+
+    Args:
+        value: the value that it has.
+        what: a name for the other memory.
+        state: tells what the other memory holds, or how often it was written.
+    """
 
     def __init__(self, value: jax.Array, what: str, state: Callable[[], Any]) -> None:
         super().__init__(value)
         self._what, self._state, self._seen = what, state, state()
 
     def _read(self) -> jax.Array:
-        now = self._state()
-        if now is not self._seen and not (isinstance(now, int) and now == self._seen):
+        if not self._is_current():
             raise _refused(self._what, "has changed since the call, and the result has not")
         return self._known
+
+    def _is_current(self) -> bool:
+        now = self._state()
+        return now is self._seen or (isinstance(now, int) and now == self._seen)
 
     def set(self, value: jax.Array) -> None:
         """Refuse the write.
@@ -148,6 +158,11 @@ class _Copy(_Memory):
         """
         del value
         raise _refused(self._what, "would not see this write to the result")
+
+    def leave(self) -> None:
+        """Keep the value, as the name stands for other memory and nothing was written to this."""
+        if self._is_current():
+            self._state = lambda: self._seen
 
 
 def share(
@@ -178,12 +193,15 @@ def share(
         given[index] = made
 
 
-def leave(memories: MutableMapping[str, StateMemory], rebound: dict[str, bool]) -> None:
+def leave(ported: "PortedState", rebound: dict[str, bool]) -> None:
     """Part results of earlier calls from state that is in other memory after a call."""
     for name, is_lost in rebound.items():
-        memory = memories.pop(name, None)
+        memory = ported._memories.pop(name, None)
         if memory is not None:
             memory.leave(is_lost=is_lost)
+        if not is_lost:
+            for copy in ported._copies.pop(name, ()):
+                copy.leave()
 
 
 def _sibling(base: Any, alias: Alias, result: TracedTensor, index: int) -> TracedTensor:
@@ -193,7 +211,7 @@ def _sibling(base: Any, alias: Alias, result: TracedTensor, index: int) -> Trace
         return _window(base, alias, result)
     assert isinstance(alias.of, Sibling)
     what = f"result {alias.of.index} of the call, which shares memory with result {index},"
-    return _on(_Copy(result._held, what, lambda: version(base)), result)
+    return _on(Copy(result._held, what, lambda: version(base)), result)
 
 
 def _of_state(ported: "PortedState", name: str, alias: Alias, result: TracedTensor) -> TracedTensor:
@@ -201,7 +219,9 @@ def _of_state(ported: "PortedState", name: str, alias: Alias, result: TracedTens
     is_own = name in ported.params or name in ported.buffers
     fits = alias.is_exact or alias.is_same
     if not (is_own and fits) or value.dtype != backend.jax_dtype(result.dtype):
-        return _on(_Copy(result._held, name, lambda: _state(ported, name)), result)
+        copy = Copy(result._held, name, lambda: _state(ported, name))
+        ported._copies.setdefault(name, weakref.WeakSet()).add(copy)
+        return _on(copy, result)
     memory = ported._memories.get(name)
     if memory is None:
         memory = ported._memories[name] = StateMemory(value, ported, name)
@@ -224,8 +244,8 @@ def _of_tensor(owner: Any, alias: Alias, result: TracedTensor, what: str) -> Tra
             window = owner.as_strided(alias.size, alias.stride, offset + alias.offset)
             return _on(_TensorMemory(result._held, window, what), result)
     else:
-        return _on(_Copy(result._held, f"{what}, an array of JAX,", lambda: None), result)
-    return _on(_Copy(result._held, what, lambda: version(owner)), result)
+        return _on(Copy(result._held, f"{what}, an array of JAX,", lambda: None), result)
+    return _on(Copy(result._held, what, lambda: version(owner)), result)
 
 
 def _window(base: TracedTensor, alias: Alias, result: TracedTensor) -> TracedTensor:

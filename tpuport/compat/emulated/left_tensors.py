@@ -10,7 +10,7 @@ from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.tracing.state.module_state import state_tree
-from tpuport.tracing.state.request import Alias, Before, Outside, TraceResult
+from tpuport.tracing.state.request import Alias, Before, Outside, Sibling, TraceResult
 
 
 class LeftTensors:
@@ -59,7 +59,10 @@ class LeftTensors:
             results: its results, which are changed.
         """
         for name, alias in outcome.state_aliases.items():
-            self._owners[name] = alias, owner_of(alias, before, arguments)
+            of = alias.of
+            is_result = isinstance(of, Sibling)
+            owner = results[of.index] if is_result else owner_of(alias, before, arguments)
+            self._owners[name] = alias, owner
         for index, name in outcome.returned.items():
             if name in outcome.state_metas:
                 results[index] = self.tensor(name, results[index])

@@ -130,7 +130,15 @@ def alias_of(
     ordered = is_dense or isinstance(of, (int, Outside, Before)) or owner.is_contiguous()
     fits = ordered and meta.dtype == base.dtype
     is_exact = fits and not (is_theirs or moved or extents_of(leaf))
+    if is_dense and not _is_inside(meta, base.numel(), offset - start):
+        is_exact = False
     return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)
+
+
+def _is_inside(window: torch.Tensor, count: int, start: int) -> bool:
+    """Return whether a window that starts at `start` lies in the first `count` elements."""
+    sizes = zip(window.shape, window.stride(), strict=True)
+    return start >= 0 and start + sum((size - 1) * step for size, step in sizes) < count
 
 
 def offset_of(tensor: torch.Tensor) -> int:

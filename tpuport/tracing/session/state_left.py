@@ -17,7 +17,7 @@ from tpuport.tracing.session.output_aliases import (
     stand_in,
 )
 from tpuport.tracing.state.module_state import StateTree, moved_constants
-from tpuport.tracing.state.request import Alias, Before, Outside, TraceResult
+from tpuport.tracing.state.request import Alias, Before, Outside, Sibling, TraceResult
 
 
 def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
@@ -57,13 +57,17 @@ def describe_sharing(
         before: The module's tensors before the call.
         after: The module's tensors after the call.
     """
-    outcome.state_aliases = _aliases(outcome, made, before, after)
+    outcome.state_aliases = _aliases(outcome, outputs, made, before, after)
     names = {} if after is None else {id(after.leaves[n]): n for n in outcome.bound}
     outcome.returned = {i: names[id(t)] for i, t in enumerate(outputs) if id(t) in names}
 
 
 def _aliases(
-    outcome: TraceResult, made: list[Any], before: StateTree | None, after: StateTree | None
+    outcome: TraceResult,
+    outputs: list[Any],
+    made: list[Any],
+    before: StateTree | None,
+    after: StateTree | None,
 ) -> dict[str, Alias]:
     """Return, by name, what the tensors share memory with that a call bound to state.
 
@@ -71,6 +75,7 @@ def _aliases(
 
     Args:
         outcome: The outcome of the call.
+        outputs: The program's results.
         made: The flattened arguments of the call.
         before: The module's tensors before the call.
         after: The module's tensors after the call.
@@ -83,6 +88,11 @@ def _aliases(
         if isinstance(leaf, TracedTensor):
             owners.setdefault(memory_id(leaf), (index, leaf))
     bound = {name: after.leaves[name] for name in sorted(outcome.bound & outcome.state.keys())}
+    kept = {id(leaf) for leaf in bound.values()}
+    for index, leaf in enumerate(outputs):
+        if is_whole(leaf) and id(leaf) not in kept:
+            traced = stand_in(outcome.trace, leaf)
+            owners.setdefault(memory_id(traced), (Sibling(index), traced))
     # What is all of its memory first: others are views of it.
     for name, leaf in sorted(bound.items(), key=lambda item: not is_whole(item[1])):
         traced = stand_in(outcome.trace, leaf)
