@@ -635,3 +635,19 @@ def test_rows_that_eager_refuses(function: FunctionType, message: str) -> None:
         function(-halves.abs())
     with pytest.raises(raised.type, match=message):
         ported(-halves.abs())
+
+
+def _places(x: torch.Tensor, n: torch.Tensor) -> Any:
+    part = x[:, :, : n.item()]
+    counted = torch.where(part > 0, torch.arange(part.shape[2]), -1)
+    flat = part.argmax(), part.argmin(dim=None, keepdim=True), part[:1].argmax(), counted.argmax()
+    return *flat, *counted.max(2), counted.argmin(2)
+
+
+def test_places_among_elements_whose_number_depends_on_data() -> None:
+    ported, x = by_tpuport(_places), torch.randn(3, 2, 5)
+    for n in (5, 3, 1):
+        given = x, torch.tensor(n)
+        pairs = zip(ported(*given), _places(*given), strict=True)
+        for number, (have, want) in enumerate(pairs):
+            assert_same(have, want, f"{number} of {n} columns")

@@ -90,8 +90,23 @@ def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         needs_elements = order < 0 or order == math.inf
     if needs_elements:
         _require_elements(func, source, dims, args[1] if len(args) > 1 else kwargs.get("dim"))
-    masked = filled(source, identity, dims)
-    return _after_reduction(source, dims, run(func, (masked, *args[1:]), kwargs))
+    result = run(func, (filled(source, identity, dims), *args[1:]), kwargs)
+    given = args[1] if len(args) > 1 else kwargs.get("dim")
+    if func._opname in ("argmax", "argmin") and given is None:
+        return _place(source, result)
+    return _after_reduction(source, dims, result)
+
+
+def _place(source: Any, flat: torch.Tensor) -> torch.Tensor:
+    """Return the place of an element among the real ones, from that in the physical array."""
+    extents, place, step = extents_of(source), torch.zeros_like(flat), torch.ones_like(flat)
+    for dim in reversed(range(source.dim())):
+        size = source.bound_shape[dim]
+        place = place + flat % size * step
+        flat = flat // size
+        node = extents.get(dim)
+        step = step * (size if node is None else wrap_now(node.value, torch.int64))
+    return place
 
 
 def _after_reduction(source: Any, dims: list[int], result: Any) -> Any:

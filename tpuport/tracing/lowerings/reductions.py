@@ -273,9 +273,21 @@ def _power_norm(size: jax.Array, ord: float, axes: tuple[int, ...], keepdim: boo
 
 
 def _best(x: jax.Array, dim: int | None, keepdim: bool, largest: bool) -> jax.Array:
+    if x.dtype in (jnp.int64, jnp.uint64):
+        return _best_of_64(x, dim, keepdim, largest)
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.int8)
     return (jnp.argmax if largest else jnp.argmin)(x, dim, keepdims=keepdim)
+
+
+def _best_of_64(x: jax.Array, dim: int | None, keepdim: bool, largest: bool) -> jax.Array:
+    """Return the first place of the extreme: where jax holds 32 bits, it lowers no argmax of 64."""
+    is_it = x == (jnp.max if largest else jnp.min)(x, dim, keepdims=True)
+    if dim is None:
+        place = lax.argmax(is_it.reshape(-1).astype(jnp.int8), 0, jnp.int32)
+        return place.reshape((1,) * x.ndim) if keepdim else place
+    place = lax.argmax(is_it.astype(jnp.int8), dim % x.ndim, jnp.int32)
+    return jnp.expand_dims(place, dim) if keepdim else place
 
 
 @at_least_1d
