@@ -9,7 +9,7 @@ import torch
 
 import tpuport
 from tpuport.foundation.errors import ParityError, UsageError
-from tpuport.generation import generate
+from tpuport.generation import generate, timestamps
 
 transformers = pytest.importorskip("transformers")
 PAGE = Path(__file__).parents[2] / "docs/generation.md"
@@ -198,3 +198,51 @@ def test_images_are_encoded_with_the_weights_of_the_port() -> None:
     after = other.generate(**given)
     assert not torch.equal(after, model.generate(**given))
     assert torch.equal(tpuport.to_torch(ported.generate(**given)), after)
+
+
+def whisper() -> Any:
+    config = transformers.WhisperConfig(
+        vocab_size=64, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8,
+        max_source_positions=30, max_target_positions=64, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=3,
+    )  # fmt: skip
+    model = transformers.WhisperForConditionalGeneration(config).eval()
+    asked = model.generation_config
+    asked.suppress_tokens, asked.begin_suppress_tokens = [5, 6], [2, 7]
+    asked.no_timestamps_token_id, asked.max_initial_timestamp_index = 40, 5
+    asked.is_multilingual, asked.task_to_id = True, {"transcribe": 13, "translate": 14}
+    asked.lang_to_id = {"<|en|>": 10, "<|de|>": 11, "<|fr|>": 12}
+    torch.manual_seed(3)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.5 if weight.dim() > 1 else 0.1)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("frames", "asked"),
+    [(60, {"language": "de"}), (60, {}), (150, {"return_timestamps": True})],
+    ids=["short", "detected", "long"],
+)
+def test_speech_by_code_of_its_own_around_generate(frames: int, asked: dict[str, Any]) -> None:
+    model = whisper()
+    ported = tpuport.convert(model, methods=("generate",), verify=False)
+    speech = torch.randn(2, 8, frames, generator=torch.Generator().manual_seed(0))
+    given = {"input_features": speech, "attention_mask": torch.ones(2, frames).long(), **asked}
+    for count in (12, 30):
+        got = ported.generate(**given, max_new_tokens=count)
+        assert torch.equal(tpuport.to_torch(got), model.generate(**given, max_new_tokens=count))
+
+
+def test_rules_of_timestamps_are_those_of_transformers() -> None:
+    drawn = torch.Generator().manual_seed(0)
+    model = whisper()
+    for asked in (5, None):
+        model.generation_config.max_initial_timestamp_index = asked
+        original = transformers.WhisperTimeStampLogitsProcessor(model.generation_config, 3)
+        traced = timestamps.TracedTimestamps(original)
+        for count in (3, 4, 5, 6, 9) * 8:
+            ids = torch.randint(30, 64, (4, count), generator=drawn)
+            scores = torch.randn(4, 64, generator=drawn) * 3
+            assert torch.equal(traced(ids, scores), original(ids, scores))

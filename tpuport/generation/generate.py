@@ -2,12 +2,14 @@
 
 import inspect
 import sys
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
+from tpuport.tracing.core.export import to_torch
 
 PREFIX = "_generate_"
 # What an encoder reads of the generation config.
@@ -32,18 +34,34 @@ def is_transformers(target: Any) -> bool:
     return all(getattr(kind, n, None) is getattr(mixin, n) for n in ("generate", "_sample"))
 
 
+def is_around_transformers(target: Any) -> bool:
+    """Return whether a model overrides `generate` by code around calls of transformers' own."""
+    utils = sys.modules.get("transformers.generation.utils")
+    if utils is None or not isinstance(target, utils.GenerationMixin):
+        return False
+    mixin, kind = utils.GenerationMixin, type(target)
+    above = kind.__mro__[: kind.__mro__.index(mixin)]
+    own = [value for cls in above for value in vars(cls).values()]
+    codes = [inspect.unwrap(f).__code__ for f in own if isinstance(f, FunctionType)]
+    calls = any({"super", "generate"} <= {*code.co_names} for code in codes)
+    return calls and kind.generate is not mixin.generate and kind._sample is mixin._sample
+
+
 class TextGeneration:
     """The method `generate` of a ported model.
 
     Args:
         ported: The `PortedModel`; calls run by its `_run`.
+        is_around: Whether the model has code of its own around transformers' `generate`. It runs on
+            the host.
     """
 
-    def __init__(self, ported: Any) -> None:
+    def __init__(self, ported: Any, *, is_around: bool = False) -> None:
         from tpuport.generation import programs
 
-        self._ported = ported
-        for function in (programs.encode, programs.prefill, programs.decode):
+        self._loops = 0
+        self._ported, self._is_around = ported, is_around
+        for function in (programs.encode, programs.prefill, programs.decode, programs.whole):
             ported._tracer.functions[PREFIX + function.__name__] = function
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,7 +81,30 @@ class TextGeneration:
                 raise _refused(
                     f"the logits processor {type(one).__name__}", "use those of transformers"
                 )
+        self._loops = 0
+        if self._is_around:
+            model.__class__ = self._around(type(model))
+            return model.generate(*args, **kwargs)
         return model.generate(*args, **kwargs, custom_generate=self._decoding)
+
+    def _around(self, kind: Any) -> type:
+        """Return the class of a model whose `generate` finds our programs in transformers' own."""
+        generation = self
+
+        class Around(kind):  # type: ignore[misc]
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                return to_torch(generation._run("whole", args, kwargs))
+
+            @staticmethod
+            def _sample(*args: Any, **kwargs: Any) -> Any:
+                return to_torch(generation._decoding(*args, **kwargs))
+
+            @staticmethod
+            def _beam_search(*args: Any, **kwargs: Any) -> Any:
+                raise _refused("the generation mode 'beam_search'", "use greedy search or sampling")
+
+        Around.__name__ = kind.__name__
+        return Around
 
     def _model(self) -> Any:
         """Return a copy of the module for transformers' preparations on the host."""
@@ -83,6 +124,15 @@ class TextGeneration:
 
     def _run(self, name: str, *args: Any) -> Any:
         return self._ported._run(PREFIX + name, args, {})[0]
+
+    def _refuse_draws(self, *, is_sampled: bool) -> None:
+        """Refuse to compare a second loop that draws: eager would draw other numbers."""
+        self._loops += 1
+        if is_sampled and self._loops > 1 and self._ported._verifying:
+            raise _refused(
+                "sampling in several loops, as for several segments of audio,",
+                "pass verify=False to convert: eager PyTorch draws other numbers",
+            )
 
     def _encoded(
         self, inputs: Any, given: dict[str, Any], name: Any, generation_config: Any
@@ -104,8 +154,13 @@ class TextGeneration:
         **given: Any,
     ) -> Any:
         """Choose the tokens; transformers calls this in place of its own loop."""
+        given = {name: v for name, v in given.items() if name not in ("synced_gpus", "streamer")}
         eos = _ends(stopping_criteria)
         _refuse_config(generation_config)
+        self._refuse_draws(is_sampled=bool(generation_config.do_sample))
+        from tpuport.generation.timestamps import without_lists
+
+        logits_processor = without_lists(logits_processor)
         limit, prompt = int(generation_config.max_length), input_ids.shape[1]
         cache_name = "past_key_values"
         if "mamba" in type(model).__name__.lower():

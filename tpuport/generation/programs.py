@@ -31,6 +31,17 @@ def encode(
     return prepare(model, inputs, dict(given), name, config)["encoder_outputs"]
 
 
+def whole(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call the model, as code around a generation does to choose what to ask for.
+
+    Args:
+        model: The model.
+        args: The arguments of the call.
+        kwargs: Its keywords.
+    """
+    return model(*args, **kwargs)
+
+
 def prefill(
     model: Any, ids: torch.Tensor, given: dict[str, Any], cache_name: str, length: int
 ) -> tuple[torch.Tensor, dict[str, Any]]:

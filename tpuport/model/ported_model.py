@@ -83,8 +83,10 @@ class PortedModel(PortedState):
         self._sampler = Sampler(self._verifier) if options.verify == "sample" else None
         # Methods that are several programs, by name.
         self._composed: dict[str, Any] = {}
-        if "generate" in options.methods and generate.is_transformers(target):
-            self._composed["generate"] = generate.TextGeneration(self)
+        if "generate" in options.methods:
+            is_around = generate.is_around_transformers(target)
+            if is_around or generate.is_transformers(target):
+                self._composed["generate"] = generate.TextGeneration(self, is_around=is_around)
 
     # -- calls -------------------------------------------------------------------------------------
 
