@@ -651,3 +651,24 @@ def test_places_among_elements_whose_number_depends_on_data() -> None:
         pairs = zip(ported(*given), _places(*given), strict=True)
         for number, (have, want) in enumerate(pairs):
             assert_same(have, want, f"{number} of {n} columns")
+
+
+def _grids(x: torch.Tensor, n: torch.Tensor) -> Any:
+    part = x[:, :, : n.item()]
+    weights = part * part[..., :1] + part.masked_fill(part[..., :1] > 0, 2.0)
+    columns = torch.arange(part.shape[2])
+    found = [part[part > 0].sum(), part[part[..., 0] > 0].sum(), weights.sum((0, 1)).sum()]
+    for indexing in ("ij", "xy"):
+        grids = torch.meshgrid(columns, torch.arange(3), indexing=indexing)
+        found += [(grid * torch.arange(grid.shape[1])).sum() + grid.shape[0] for grid in grids]
+    found.append(torch.broadcast_tensors(part, torch.ones(1))[1].sum())
+    return *found, x.new_tensor(part.nbytes)
+
+
+def test_masks_and_grids_whose_sizes_depend_on_data() -> None:
+    ported, x = by_tpuport(_grids), torch.randn(3, 2, 5)
+    for n in (5, 3, 4):
+        given = x, torch.tensor(n)
+        pairs = zip(ported(*given), _grids(*given), strict=True)
+        for number, (have, want) in enumerate(pairs):
+            assert_same(have, want, f"{number} of {n} columns")

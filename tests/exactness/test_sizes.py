@@ -53,7 +53,6 @@ REFUSED: dict[str, Rows] = {
     "tensor_split": lambda r: torch.tensor_split(r, 2)[0],
     "vander": lambda r: torch.vander(r[:, 0]),
     "interpolate": lambda r: F.interpolate(r.T[None], 4),
-    "meshgrid": lambda r: torch.meshgrid(r[:, 0], r[:, 1], indexing="ij")[0].sum(),
     "equal": lambda r: torch.equal(r, r),
 }
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.values import map_tensors
 from tpuport.tracing.dynamic_shapes.extents import (
     Extents,
@@ -39,13 +40,15 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nodes = [(t, d, extents_of(t)[d]) for t, d in users if d in extents_of(t)]
         if not nodes:
             continue
+        # One element at most, as of `x[:, :1]`, serves all.
+        longer = [one for one in nodes if one[2].high > 1] or nodes
         statics = [t for t, d in users if d not in extents_of(t) and bound_of(t, d) != 1]
         node = (
             node_of(bound_of(statics[0], out_dim - (rank - statics[0].dim())))
             if statics
-            else nodes[0][2]
+            else longer[0][2]
         )
-        size = int(node.low) if statics else min(bound_of(t, d) for t, d, _ in nodes)
+        size = int(node.low) if statics else min(bound_of(t, d) for t, d, _ in longer)
         for t, d, other in nodes:
             message = (
                 "The size of tensor a must match the size of tensor b at non-singleton dimension"
@@ -53,6 +56,9 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
             if statics:
                 replaced[id(t)] = spread(replaced[id(t)], d, other, node, size, message)
+            elif other.high <= 1 < node.high:
+                raise_if((other.value != 1) & (other.value != node.value), RuntimeError(message))
+                replaced[id(t)] = resized(replaced[id(t)], d, 1)
             else:
                 require_equal(other, node, message)
                 replaced[id(t)] = resized(replaced[id(t)], d, size)
@@ -91,7 +97,11 @@ def _shared(
     """Return an operand that several rows share so that padding adds nothing to its gradient."""
     lead = rank - tensor.dim()
     own = extents_of(tensor)
-    missing = {dim: node for dim, node in found.items() if dim - lead not in own}
+    missing = {
+        dim: node
+        for dim, node in found.items()
+        if dim - lead not in own or own[dim - lead].high <= 1 < node.high
+    }
     if not missing or not carries_gradients(tensor) or func._opname in _VALUE_OF_ONE_ELEMENT:
         return plain
     shape = [1] * lead + list(plain.shape)

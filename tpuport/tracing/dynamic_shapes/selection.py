@@ -168,14 +168,15 @@ def from_front(source: Any, indices: list[Any]) -> list[Any]:
 def _with_selected_first(source: Any, indices: list[Any]) -> Any:
     """Run `x[indices]` where the only index has its data-dependent dim behind another one.
 
-    That dim is moved to the front of the index, and back in the result. Return None for others.
+    That dim is moved to the front of the index, and back in the result. Return None for others,
+    and for a mask, whose dims are those of `x`.
     """
     used = [dim for dim, item in enumerate(indices) if item is not None]
     if len(used) != 1 or (isinstance(source, TracedTensor) and 0 in extents_of(source)):
         return None
     dim = used[0]
     extents = extents_of(indices[dim])
-    if len(extents) != 1 or 0 in extents:
+    if len(extents) != 1 or 0 in extents or indices[dim].dtype in (torch.bool, torch.uint8):
         return None
     (selected,) = extents
     item = indices[dim]

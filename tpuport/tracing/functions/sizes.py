@@ -66,6 +66,51 @@ def _unflatten(
     return source.view([*source.shape[:dim], *sizes, *source.shape[dim + 1 :]])
 
 
+@function(torch.meshgrid)
+def _meshgrid(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    rows = list(args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args)
+    if not any(map(extents_of, rows)):
+        return NotImplemented
+    rows = [row.reshape(1) if row.dim() == 0 else row for row in rows]
+    is_turned = kwargs.get("indexing") == "xy" and len(rows) > 1
+    if is_turned:
+        rows[:2] = rows[1::-1]
+    sizes = [row.shape[0] for row in rows]
+    shaped = [
+        row[(None,) * at + (..., *[None] * (len(rows) - 1 - at))] for at, row in enumerate(rows)
+    ]
+    grids = [row.expand(sizes) for row in shaped]
+    if is_turned:
+        grids[:2] = grids[1::-1]
+    return tuple(grids)
+
+
+@function(torch.broadcast_tensors)
+def _broadcast_tensors(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    given = list(args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args)
+    if not any(map(extents_of, given)):
+        return NotImplemented
+    rank = max(one.dim() for one in given)
+    sizes: list[Any] = [1] * rank
+    for one in given:
+        for dim, size in enumerate(one.shape, rank - one.dim()):
+            # A size that depends on data counts for more than one that does not.
+            if isinstance(size, torch.SymInt) or (type(sizes[dim]) is int and size != 1):
+                sizes[dim] = size
+    return tuple(one.expand(sizes) for one in given)
+
+
+@function(torch.Tensor.nbytes.__get__)  # type: ignore[attr-defined]
+def _nbytes(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not extents_of(args[0]):
+        return NotImplemented
+    return args[0].numel() * args[0].itemsize
+
+
 @function(torch.tensor_split, torch.Tensor.tensor_split)
 def _tensor_split(
     trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
