@@ -89,11 +89,7 @@ class Linear:
 
     def is_natural(self) -> bool:
         """Return whether this is at least 0 in every run, as far as the atoms tell."""
-        return self.const >= 0 and self.grows()
-
-    def grows(self) -> bool:
-        """Return whether this is at least its constant in every run, as far as the atoms tell."""
-        return all(a > 0 and f > 0 for a, f in self.terms)
+        return self.const >= 0 and all(a > 0 and f > 0 for a, f in self.terms)
 
 
 class TracedText(str):
@@ -171,7 +167,7 @@ class NumberNode:
             )
         if expr is not None and not expr.terms:
             low = high = expr.const
-        elif expr is not None and expr.grows():
+        elif expr is not None and Linear(0, expr.terms).is_natural():
             low = max(low, expr.const)
         self.low, self.high, self.expr = low, high, expr
         self.span = self._spanned(span)
