@@ -66,7 +66,7 @@ def entry(root: Path, script: str, **files: str) -> tuple[StartScript, ChosenArg
         path.write_text(textwrap.dedent(text))
     found = find_scripts(root, sorted(root.rglob("*.py")))[0]
     modules = [root / name for name in found.modules]
-    settings = read_settings(root / found.path, modules, found)
+    settings = read_settings(root / found.path, modules, found, arguments)
     return found, choose_arguments(settings, found, arguments, changes)
 
 
@@ -312,3 +312,59 @@ def test_the_accelerator_is_asked_for(tmp_path: Path, option: str, words: tuple[
 def test_a_global_that_names_the_cpu(tmp_path: Path) -> None:
     script = GLOBALS.replace("compile = True", "device = 'cpu'")
     assert entry(tmp_path, script)[1].full == ("--device=cuda",)
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        'str(pathlib.Path(__file__).parent.joinpath("own", "conf"))',
+        'os.path.join(os.path.dirname(os.path.abspath(__file__)), "own/conf")',
+        'f"{X}" if X else Y',
+    ],
+)
+def test_where_hydra_looks(tmp_path: Path, folder: str) -> None:
+    script = HYDRA.replace('FOLDER = "conf"', f"FOLDER = {folder}")
+    _, chosen = entry(tmp_path, script, own__conf__base_yaml="loader: {batch_size: 64}\n")
+    assert chosen.small == (("loader.batch_size=4",) if "Path" in folder or "os" in folder else ())
+
+
+def test_hydra_as_the_repository_starts_it(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "export SPLIT=train\nexport ROOT='/path/to/data'\n"
+        "torchrun --nproc_per_node=8 train.py --multirun lr=1,2\n"
+        "torchrun --nproc_per_node=8 train.py --config-name=elsewhere\n"
+        "torchrun --nproc_per_node=8 $ROOT/train.py --config-name full net=large split=$SPLIT \\\n"
+        '   net.size=7 trainer.devices=8 data_path="/path/to/data" hydra.run.dir=x > log.txt 2>&1\n'
+    )
+    files = {
+        "conf__full_yaml": """
+            defaults:
+              - net: small
+              - _self_
+              - /task@work: ???
+            hydra: {searchpath: ["pkg://more.configs"]}
+            data_path: ${oc.env:ABSENT_VARIABLE}/x
+            trainer: {devices: 2, num_nodes: 4, precision: 16}
+            """,
+        "conf__net__small_yaml": "size: 1\n",
+        "more__configs__net__large_yaml": "defaults: [sub/deep]\nsize: 2\nn_layers: 12\n",
+        "more__configs__net__sub__deep_yaml": "# @package _global_\ngraph: {num_nodes: 2708}\n",
+        "conf__task__push_yaml": "runner: {n_test: 50, n_train: 6}\n",
+        "conf__task__reach_yaml": "runner: {n_test: 50}\n",
+    }
+    found, chosen = entry(tmp_path, HYDRA, **files)
+    started = ("--config-name=full", "net=large", "split=train", "net.size=7", "trainer.devices=8")
+    assert chosen.full == (*started, "data_path=made-up-data_path", "task@work=push")
+    assert chosen.launched[-2:] == ("data_path=FILL_IN_DATA_PATH", "task@work=FILL_IN_TASK_WORK")
+    smaller = ("trainer.devices=1", "trainer.num_nodes=1", "net.n_layers=2")
+    assert set(chosen.small[len(chosen.full) :]) == set(smaller)  # a graph keeps its nodes
+    assert chosen.variables == (("ABSENT_VARIABLE", "made-up-absent_variable"),)
+    config = find_config(tmp_path / "train.py", found, changes=["task@work=push"])
+    assert config is not None
+    assert config.leaves()["work.runner.n_test"] == 50
+    # Whoever gives arguments says all but which configuration it is.
+    _, given = entry(tmp_path, HYDRA, **files, arguments="task@work=reach net.size=3")
+    assert given.full == ("task@work=reach", "net.size=3", "--config-name=full")
+    assert set(given.small[3:]) == {
+        *("trainer.devices=1", "trainer.num_nodes=1", "work.runner.n_test=1"),
+    }

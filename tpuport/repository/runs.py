@@ -29,8 +29,8 @@ from tpuport.verify.hub import OFFLINE
 
 _WORK = "work"
 _TRIALS = 4
-# What libraries would do unasked: send a run to a service, open a window.
-_QUIET = {"WANDB_MODE": "offline", "MPLBACKEND": "Agg"}
+# What libraries would do unasked: send a run to a service, open a window, shorten a traceback.
+_QUIET = {"WANDB_MODE": "offline", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
 _REPORT = "it is more than rounding: please report it with the script"
 _KINDS = ("made up", "refused write", "process", "connection", "autocast off", "hub offline")
 
@@ -44,19 +44,21 @@ class Workspace:
         copy: The copy of the repository.
         before: The file that is executed before the script.
         hub_offline: Why the Hugging Face hub cannot be reached, if so.
+        variables: Environment variables that are made up.
     """
 
     folder: Path
     copy: Path
     before: Path
     hub_offline: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
 
     def environment(self) -> dict[str, str]:
         """Return variables for a process that runs the script."""
         paths = [str(self.copy), *filter(None, [os.environ.get("PYTHONPATH")])]
         quiet = {name: value for name, value in _QUIET.items() if name not in os.environ}
         offline = OFFLINE if self.hub_offline else {}
-        return {**quiet, **offline, "PYTHONPATH": os.pathsep.join(paths)}
+        return {**quiet, **offline, **dict(self.variables), "PYTHONPATH": os.pathsep.join(paths)}
 
     def without_paths(self, text: str) -> str:
         """Return a text in which paths are relative to the repository."""
@@ -98,7 +100,7 @@ def prepare_workspace(project: Repository, entry: StartScript) -> Workspace:
         "autocast": wanted.autocast,
     }
     target.with_suffix(".json").write_text(json.dumps(settings))
-    return Workspace(folder, copy, target, project.hub_offline)
+    return Workspace(folder, copy, target, project.hub_offline, project.arguments.variables)
 
 
 def verify_stage(project: Repository) -> StageRecord:
@@ -241,7 +243,8 @@ def _on_what(result: dict[str, Any]) -> str:
 _ERROR = re.compile(
     r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*|\S+: error: .*)$"
 )
-_ABSENT = re.compile(r"^ModuleNotFoundError: No module named '([\w.]+)'")
+# As Python shows it, or inside of another error.
+_ABSENT = re.compile(r"ModuleNotFoundError(?:: |\([\"'])No module named \\?'([\w.]+)\\?'")
 _PLACE = re.compile(r'^\s*File "(?P<file>[^"/<][^"]*)", line (?P<line>\d+)')
 
 

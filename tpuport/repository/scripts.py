@@ -5,7 +5,7 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +23,16 @@ _LAUNCHERS = ("python", "python3", "torchrun", "deepspeed", "accelerate")
 # What a document may have in front of a command: `$ `, `(env)[folder]$ `.
 _PROMPT = re.compile(r"^[^`'\"]*?\$ ")
 _SHELL = {".sh", ".bash", ".md", ".slurm", ".sbatch"}
+_CONFIGURATION = {".yaml", ".yml"}
 _LARGEST = 1_000_000
+# `export SPLIT="train"`, which a later line of the same file uses as `$SPLIT`.
+_ASSIGNED = re.compile(
+    r"^\s*(?:export\s+)?(?P<name>[A-Za-z_]\w*)=(?P<q>[\"']?)(?P<value>[^\s$`\"'();|&<>#]+)(?P=q)\s*$",
+    re.MULTILINE,
+)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+# Where a command of a shell ends.
+_ENDS = re.compile(r"\d?>{1,2}.*|&>.*|[|&;<]{1,2}|\d>&\d")
 _HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
 
 
@@ -109,6 +118,18 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         )
         found.append(_with_packages(script, packages, modules, own, seen, root))
     return sorted(found, key=lambda one: (-one.score, one.path.count("/"), one.path))
+
+
+def find_texts(root: Path) -> list[Path]:
+    """Return the files that say how scripts are started: shell scripts, documents, YAML."""
+    return [
+        path
+        for path in sorted(root.rglob("*"))
+        if path.suffix in _SHELL | _CONFIGURATION
+        and not any(part.startswith(".") for part in path.relative_to(root).parts)
+        and path.is_file()
+        and path.stat().st_size <= _LARGEST
+    ]
 
 
 def add_packages(
@@ -246,13 +267,13 @@ def _installed(name: str, own: set[str]) -> bool:
 def _launches(root: Path) -> dict[str, list[Launch]]:
     """Return the lines that start Python files, by the name of the file."""
     found: dict[str, list[Launch]] = {}
-    for path in sorted(root.rglob("*")):
-        if path.suffix not in _SHELL or not path.is_file() or path.stat().st_size > _LARGEST:
-            continue
-        if any(part.startswith(".") for part in path.relative_to(root).parts):
-            continue
-        for number, line in _joined_lines(path.read_text(errors="replace")):
-            launch = _parse(line, f"{path.relative_to(root).as_posix()}:{number}")
+    for path in (path for path in find_texts(root) if path.suffix in _SHELL):
+        text = path.read_text(errors="replace")
+        values = {m["name"]: m["value"] for m in _ASSIGNED.finditer(text)}
+        for number, line in _joined_lines(text):
+            launch = _parse(
+                _with_variables(line, values), f"{path.relative_to(root).as_posix()}:{number}"
+            )
             if launch is not None:
                 found.setdefault(launch[0], []).append(launch[1])
     return found
@@ -271,6 +292,10 @@ def _joined_lines(text: str) -> Iterator[tuple[int, str]]:
         yield start, " ".join(parts)
 
 
+def _with_variables(line: str, values: Mapping[str, str]) -> str:
+    return _VARIABLE.sub(lambda match: values.get(match[1] or match[2], match[0]), line)
+
+
 def _parse(line: str, place: str) -> tuple[str, Launch] | None:
     try:
         words = shlex.split(_PROMPT.sub("", line), comments=True)
@@ -283,4 +308,6 @@ def _parse(line: str, place: str) -> tuple[str, Launch] | None:
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     if script is None:
         return None
-    return Path(words[script]).name, Launch(place, words[0], tuple(words[script + 1 :]))
+    given = words[script + 1 :]
+    end = next((i for i, word in enumerate(given) if _ENDS.fullmatch(word)), len(given))
+    return Path(words[script]).name, Launch(place, words[0], tuple(given[:end]))

@@ -1,6 +1,7 @@
 """Small sizes for a script, found in how it reads its settings; nothing is run."""
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,13 @@ from tpuport.repository.choices import (
     table_of,
     words_of_help,
 )
-from tpuport.repository.hydra_files import find_config, launched_config
+from tpuport.repository.hydra_files import (
+    HydraConfig,
+    find_config,
+    launched_words,
+    names_config,
+    read_value,
+)
 from tpuport.repository.scripts import StartScript
 
 # How a script takes its settings: `--key value`; `--key=value` for a global; `key=value`.
@@ -30,6 +37,10 @@ _LIMITS = (
     (r"n_layers?|num_(hidden_)?layers|(num_|n_)?blocks|depth", 2),
     (r"block_size|(max_)?(seq|sequence|context)_?(len|length)", 64),
     (r"(num_|n_|max_)?epochs?", 2),
+    (r"devices|(num_|n_)?gpus|world_size|nproc_per_node", 1),
+    # By the whole name: elsewhere these are numbers of samples, or of a graph's nodes.
+    (r".*trainer\..*num_nodes", 1),
+    (r"(.*[._])?(runner|rollout|env|envs)\.(n|num)_(train|test|envs|episodes)(_vis)?", 1),
 )
 _HEADS = re.compile(r"n_heads?|num_(attention_)?heads|nheads?")
 _WIDTH = re.compile(r"n_embd|hidden_size|d_model|embed_dim|dim_model")
@@ -42,6 +53,8 @@ _ORDER = (
 )
 # What a document has where a person is to put a value.
 _BLANKS = ("/", "<", "$", "{", "[", "...", "path", "your", "my_", "xxx")
+# A list or a dict of hydra begins with what is a blank elsewhere.
+_WORD_BLANKS = tuple(one for one in _BLANKS if one not in "[{")
 _PLACE = re.compile(r"path|root|dir|folder|file")
 # Settings without which a script computes on the CPU, where nothing is ported.
 _ACCELERATOR = re.compile(r"(use_|enable_|with_)?(cuda|gpu|accel|accelerator)")
@@ -101,11 +114,33 @@ class Option:
 
 @dataclass
 class ScriptSettings:
-    """How a script takes its settings, and which ones it has."""
+    """How a script takes its settings, and which ones it has.
+
+    Attributes:
+        style: How it takes them.
+        options: Its settings by name.
+        names: Names of models.
+        launched: The words with which the repository starts it, where hydra takes them.
+        place: The line of these words.
+        variables: The environment variables that its configuration cannot do without.
+    """
 
     style: str = UNKNOWN
     options: dict[str, Option] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
+    launched: tuple[str, ...] = ()
+    place: str = ""
+    variables: tuple[str, ...] = ()
+
+    def named(self, words: Sequence[str]) -> set[str]:
+        """Return the names of settings that words of a command line are of."""
+        if self.style == HYDRA:  # where `a.size` and `b.size` are two
+            return {word.lstrip("+~").partition("=")[0] for word in words}
+        return {_name_of(word) for word in words}
+
+    def is_in(self, option: Option, named: set[str]) -> bool:
+        """Return whether a setting is among names."""
+        return not named.isdisjoint([option.name] if self.style == HYDRA else option.names)
 
     def find(self, name: str) -> Option | None:
         """Return a setting by its name, whether it has dashes or underscores."""
@@ -173,6 +208,7 @@ class ChosenArguments:
         lacking: Required settings for which nothing was found, with what they may be.
         launched: Those of `full` with blanks where values are made up.
         blanks: What a person has to fill in.
+        variables: Environment variables that are not set, with the values that are made up.
     """
 
     full: tuple[str, ...]
@@ -182,6 +218,7 @@ class ChosenArguments:
     lacking: tuple[str, ...] = ()
     launched: tuple[str, ...] = ()
     blanks: tuple[Blank, ...] = ()
+    variables: tuple[tuple[str, str], ...] = ()
 
 
 def choose_arguments(
@@ -208,13 +245,14 @@ def choose_arguments(
     words = [*given]
     for name, value in changes.items():
         words += settings.words(name, value)
-    named = {_name_of(word) for word in (*words, *changes)}
+    named = settings.named([*words, *changes])
+    started, filled = _started(settings, given, named)
+    known = named | settings.named([*started, *(one.option.name for one in filled)])
     free = sum(not word.startswith("-") for word in given)
     shown = _launch_values(entry)
-    filled: list[_Filled] = []
     lacking: list[str] = []
     for option in settings.options.values():
-        if not named.isdisjoint(option.names):
+        if settings.is_in(option, known):
             continue
         if not option.required or (not option.flag and free):
             filled += _on_accelerator(option)
@@ -224,23 +262,25 @@ def choose_arguments(
         if not found:
             choices = option.shown_choices
             lacking.append(f"{option.name} ({choices})" if choices else option.name)
-    full, launched = [*words], [*words]
+    full, launched = [*words, *started], [*words, *started]
     for one in filled:
         full += settings.words(one.option.name, one.value)
         launched += settings.words(one.option.name, one.blank.variable if one.blank else one.value)
-    if settings.style == HYDRA and not any("config-name" in word for word in words):
-        config = launched_config(entry)
-        full, launched = full + config, launched + config
     small, changed = [*full], []
-    for option, value in _smaller(settings):
-        if named.isdisjoint(option.names):
+    for option, value in _smaller(_with_values(settings, started)):
+        if not settings.is_in(option, named):
             small += settings.words(option.name, value)
             changed.append(f"{option.name}: {option.default} to {value}")
     invented = [f"{one.option.name}: {one.value}, {one.source}" for one in filled]
+    absent = [name for name in settings.variables if name not in os.environ]
+    variables = tuple((name, f"made-up-{name.lower()}") for name in absent)
+    invented += [f"${name}: {value}, a path that is not there" for name, value in variables]
+    if started:
+        invented.insert(0, f"{' '.join(started)}, as in {settings.place}")
     blanks = [one.blank for one in filled if one.blank is not None]
     return ChosenArguments(
         *(tuple(full), tuple(small), tuple(changed), tuple(invented), tuple(lacking)),
-        *(tuple(launched), tuple(blanks)),
+        *(tuple(launched), tuple(blanks), variables),
     )
 
 
@@ -260,6 +300,41 @@ class _Filled:
             return None
         name = re.sub(r"[^A-Z0-9]", "_", self.option.name.upper())
         return Blank(f"FILL_IN_{name}", self.option.name, self.value, self.option.shown_choices)
+
+
+def _started(
+    settings: ScriptSettings, given: Sequence[str], named: set[str]
+) -> tuple[list[str], list[_Filled]]:
+    """Return the words with which the repository starts a script of hydra, and made-up paths.
+
+    Whoever gives words says all but which configuration; whoever names one says that, too.
+    """
+    words: list[str] = []
+    filled: list[_Filled] = []
+    if names_config(given):
+        return words, filled
+    for word in settings.launched:
+        name, _, value = word.partition("=")
+        if names_config([word]):
+            words.append(word)
+        elif given or name.lstrip("+") in named or not value:
+            continue
+        elif "$" not in value and not value.lower().startswith(_WORD_BLANKS):
+            words.append(word)
+        elif (option := settings.options.get(name)) is not None and option.is_data:
+            made = f"made-up-{option.key}"
+            filled.append(_Filled(option, made, "a path that is not there"))
+    return words, filled
+
+
+def _with_values(settings: ScriptSettings, words: Sequence[str]) -> ScriptSettings:
+    """Return settings whose defaults are what words of hydra say."""
+    values = {name: value for name, _, value in (word.partition("=") for word in words)}
+    options = {
+        name: replace(one, default=read_value(values[name])) if name in values else one
+        for name, one in settings.options.items()
+    }
+    return replace(settings, options=options)
 
 
 def _value(option: Option, shown: Mapping[str, tuple[str, str]]) -> list[_Filled]:
@@ -330,7 +405,7 @@ def _smaller(settings: ScriptSettings) -> Iterator[tuple[Option, Any]]:
         if option.choices and _is_count(option.default) and min(option.choices) < option.default:
             yield option, min(option.choices)
         elif _is_count(option.default):
-            limit = _limit(option.key)
+            limit = _limit(option)
             if limit is not None and option.default > limit:
                 yield option, limit
         elif isinstance(option.default, str) and _NAMES_MODEL.fullmatch(option.key):
@@ -346,8 +421,9 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _limit(key: str) -> int | None:
-    return next((limit for name, limit in _LIMITS if re.fullmatch(name, key)), None)
+def _limit(option: Option) -> int | None:
+    names = (option.key, option.name)
+    return next((n for name, n in _LIMITS if any(re.fullmatch(name, one) for one in names)), None)
 
 
 def _smallest_name(name: str, names: frozenset[str]) -> str:
@@ -382,25 +458,28 @@ def _rank(name: str) -> tuple[int, int] | None:
     return (sizes[-1], -int(words[-1]) if words[-1].isdigit() else 0) if sizes else None
 
 
-def read_settings(script: Path, modules: Sequence[Path], entry: StartScript) -> ScriptSettings:
+def read_settings(
+    script: Path,
+    modules: Sequence[Path],
+    entry: StartScript,
+    given: Sequence[str] = (),
+    changes: Sequence[str] = (),
+) -> ScriptSettings:
     """Return the settings of a script.
 
     Args:
         script: The script.
         modules: The modules of the repository that it imports, where options may be, too.
         entry: What is known of the script.
+        given: The command line of a person, for hydra.
+        changes: What is set besides, for hydra.
     """
     trees = [tree for path in (script, *modules) if (tree := _parse(path)) is not None]
     names = frozenset(name for tree in trees for name in _model_names(tree))
     if any("hydra" in reason for reason in entry.reasons):
-        config = find_config(script, entry)
-        leaves = config.leaves() if config is not None else {}
-        # What hydra writes for a value that a person has to give.
-        options = {
-            name: Option(name, name, default=value, required=value == "???")
-            for name, value in leaves.items()
-        }
-        return ScriptSettings(HYDRA, _with_compared(options, trees), names)
+        return _hydra_settings(
+            find_config(script, entry, given, changes), launched_words(script, entry), trees, names
+        )
     options: dict[str, Option] = {}
     tables = {name: table for tree in trees for name, table in listed_names(tree)}
     for tree in trees:
@@ -412,6 +491,29 @@ def read_settings(script: Path, modules: Sequence[Path], entry: StartScript) -> 
     if trees and _executes_overrides(trees[0]):
         return ScriptSettings(GLOBALS, dict(_globals(trees[0])), names)
     return ScriptSettings(UNKNOWN, {}, names)
+
+
+def _hydra_settings(
+    config: HydraConfig | None,
+    launched: tuple[list[str], str],
+    trees: Sequence[ast.Module],
+    names: frozenset[str],
+) -> ScriptSettings:
+    leaves = config.leaves() if config is not None else {}
+    # What hydra writes for a value that a person has to give.
+    options = {
+        name: Option(name, name, default=value, required=value == "???")
+        for name, value in leaves.items()
+    }
+    for group in config.groups if config is not None else ():
+        if group.is_open:
+            options[group.name] = Option(
+                group.name, group.name, choices=group.choices, closed=True, required=True
+            )
+    words, place = launched
+    variables = tuple(config.variables()) if config is not None else ()
+    found = _with_compared(options, trees)
+    return ScriptSettings(HYDRA, found, names, tuple(words), place, variables)
 
 
 def _with_compared(options: Mapping[str, Option], trees: Sequence[ast.Module]) -> dict[str, Option]:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from tpuport.lint.settings import Settings, load_settings
 from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
 from tpuport.repository.hydra_files import config_names, find_config
-from tpuport.repository.scripts import StartScript, add_packages, find_scripts
+from tpuport.repository.scripts import StartScript, add_packages, find_scripts, find_texts
 from tpuport.repository.sizes import (
     HYDRA,
     ChosenArguments,
@@ -122,6 +121,7 @@ class Repository:
     checked: list[Checked]
     problems: tuple[str, ...]
     entries: list[StartScript]
+    others: list[Path]
     began: float = field(default_factory=time.monotonic)
 
     @cached_property
@@ -136,18 +136,15 @@ class Repository:
             found = known.get(wanted) or named
         if found is None:
             return None
-        config = find_config(self.wanted.root / found.path, found, self._config_name)
+        config = find_config(self.wanted.root / found.path, found, *self._words)
         targets = config.targets() if config is not None else set()
         return add_packages(found, self.wanted.root, scripts, targets)
 
     @property
-    def _config_name(self) -> str | None:
-        for word, value in pairwise([*self.wanted.arguments, ""]):
-            if word in ("--config-name", "-cn"):
-                return value
-            if word.startswith("--config-name="):
-                return word.partition("=")[2]
-        return None
+    def _words(self) -> tuple[list[str], list[str]]:
+        """Return the arguments and the settings that a person gave, as hydra takes them."""
+        changes = [f"{name}={value}" for name, value in self.wanted.changes.items()]
+        return list(self.wanted.arguments), changes
 
     @property
     def scripts(self) -> list[Path]:
@@ -159,7 +156,7 @@ class Repository:
         """Return how the entry point takes its settings."""
         assert self.entry is not None
         modules = [self.wanted.root / name for name in self.entry.modules]
-        return read_settings(self.wanted.root / self.entry.path, modules, self.entry)
+        return read_settings(self.wanted.root / self.entry.path, modules, self.entry, *self._words)
 
     @cached_property
     def arguments(self) -> ChosenArguments:
@@ -181,9 +178,9 @@ class Repository:
         return why_unreachable(self.entry.packages) if self.entry is not None else ""
 
     def digest(self) -> str:
-        """Return a digest of the Python files and of the version of tpuport."""
+        """Return a digest of the files that are read, and of the version of tpuport."""
         found = hashlib.sha256(__version__.encode())
-        for path in self.files:
+        for path in (*self.files, *self.others):
             found.update(path.relative_to(self.wanted.root).as_posix().encode() + b"\0")
             found.update(hashlib.sha256(path.read_bytes()).digest())
         return found.hexdigest()
@@ -206,7 +203,8 @@ def read_repository(wanted: PortRequest) -> Repository:
     checked = lint_files(files)
     problems = [str(p) for p in (*found.problems, *(p for one in checked for p in one.problems))]
     scripts = find_scripts(wanted.root, [path for path in files if path.suffix == ".py"])
-    return Repository(wanted, settings, files, checked, tuple(problems), scripts)
+    others = [path for path in find_texts(wanted.root) if not path.is_relative_to(inside)]
+    return Repository(wanted, settings, files, checked, tuple(problems), scripts, others)
 
 
 def read_stage(project: Repository) -> StageRecord:
@@ -284,6 +282,9 @@ def entry_stage(project: Repository) -> StageRecord:
         )
     ask = "; ".join(f"fill in {blank.hint}" for blank in chosen.blanks)
     ask = f"{ask}: run.sh and the launch files have a blank for it" if ask else ""
+    if names := ", ".join(name for name, _ in chosen.variables):
+        set_them = f"set the environment variables that its configuration reads: {names}"
+        ask = f"{ask}; {set_them}" if ask else set_them
     return StageRecord("entry", DONE, "read", answer, ask, result)
 
 
