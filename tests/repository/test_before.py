@@ -67,7 +67,7 @@ def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[d
     work = folder / "work"
     work.mkdir()
     (work / "before.py").write_text(BEFORE.read_text())
-    found = {"writable": [str(folder)], "packages": [], "made_up": True, "autocast": True}
+    found = {"writable": [str(folder)], "made_up": True, "autocast": True}
     (work / "before.json").write_text(json.dumps(found | settings))
     code = "import runpy, sys\nbefore, folder = sys.argv.pop(1), sys.argv.pop(1)\n"
     code += "runpy.run_path(before, {'FOLDER': folder}, '__before__')\n"
@@ -170,6 +170,26 @@ def test_data_sets_of_torchvision_are_made_up(
         found: Any = kind("../data", train=False, download=True)
         assert found.data.shape == shape
         assert found.class_to_idx["3"] == 3
+
+
+def test_nothing_is_imported_before_the_script_does(tmp_path: Path) -> None:
+    """Importing a package may fail, and takes time, where the script needs a part of it only."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    names = ("VisionDataset", "DatasetFolder", "CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
+    text = "".join(f"class {name}:\n    def __init__(self): raise OSError\n" for name in names)
+    (package / "datasets.py").write_text(text)
+    script = """
+assert not {"torch", "torchvision", "diffusers"} & set(sys.modules)
+sys.path.insert(0, ".")
+import torchvision
+from torchvision.datasets import DatasetFolder
+assert torchvision.datasets.DatasetFolder is DatasetFolder
+assert DatasetFolder.__init__.__module__ != "torchvision.datasets"
+open("none.txt")
+"""
+    assert [one["kind"] for one in run_script(tmp_path, script)] == ["made up"]
 
 
 def test_autocast_is_off(tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_hydra(tmp_path: Path) -> None:
             training: {num_epochs: 50}
             """,
         conf__net__small_yaml="_target_: own.Net\nother: {_target_: absent_package.sub.Thing}\n",
-        own_py="import also_absent",
+        own_py="import also_absent, absent_too.utils, here.there",
+        env__absent_too__other_py="",
+        env__here__there_py="",
         changes="loader.batch_size=16",
     )
     assert chosen.full == ("loader.batch_size=16",)
@@ -136,7 +138,7 @@ def test_hydra(tmp_path: Path) -> None:
     assert config.targets() == {"own.Net", "absent_package.sub.Thing"}
     files = sorted(tmp_path.rglob("*.py"))
     missing = add_packages(found, tmp_path, files, config.targets()).missing
-    assert set(missing) - {"hydra"} == {"absent_package", "also_absent"}
+    assert set(missing) - {"hydra"} == {"absent_package", "absent_too", "also_absent"}
     assert config_names(tmp_path / "train.py") == ["base"]
 
 

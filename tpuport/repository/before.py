@@ -355,7 +355,39 @@ def turn_autocast_off(seen: SeenRun) -> None:
     patched.__init__ = init
 
 
-_PACKAGES = {"torchvision": stand_in_for_torchvision, "diffusers": stand_in_for_diffusers}
+_MODULES = {
+    "torchvision.datasets": stand_in_for_torchvision,
+    "diffusers.models.autoencoders.autoencoder_kl": stand_in_for_diffusers,
+}
+
+
+class AfterImports:
+    """Sets up what stands in for data of a module once the script imports it, and only then.
+
+    Args:
+        seen: What the script did.
+        modules: The modules by name, and what sets up for each.
+    """
+
+    def __init__(self, seen: SeenRun, modules: dict[str, Callable[[SeenRun], None]]) -> None:
+        self._seen, self._waiting = seen, dict(modules)
+        for name in [name for name in modules if name in sys.modules]:
+            self._waiting.pop(name)(seen)
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Return how a module is loaded that is waited for; None for any other."""
+        set_up = self._waiting.pop(name, None)
+        spec: Any = None if set_up is None else importlib.util.find_spec(name)
+        if set_up is None or spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            set_up(self._seen)
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def prepare() -> SeenRun:
@@ -368,9 +400,8 @@ def prepare() -> SeenRun:
     if settings["made_up"]:
         stand_in_for_files(seen)
         stand_in_for_archives(seen)
-        for package in settings["packages"]:
-            if package in _PACKAGES and importlib.util.find_spec(package) is not None:
-                _PACKAGES[package](seen)
+        finder: Any = AfterImports(seen, _MODULES)
+        sys.meta_path.insert(0, finder)
     sys.addaudithook(seen.watch)
     return seen
 

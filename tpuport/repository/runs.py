@@ -26,6 +26,7 @@ from tpuport.repository.stages import (
     StageRecord,
 )
 from tpuport.verify.hub import OFFLINE
+from tpuport.verify.processes import TRAINED
 
 _WORK = "work"
 _TRIALS = 4
@@ -84,7 +85,7 @@ class Workspace:
         return found
 
 
-def prepare_workspace(project: Repository, entry: StartScript) -> Workspace:
+def prepare_workspace(project: Repository) -> Workspace:
     """Copy the repository, and the file that is executed before its script."""
     wanted = project.wanted
     folder = (wanted.out / _WORK).resolve()
@@ -95,7 +96,6 @@ def prepare_workspace(project: Repository, entry: StartScript) -> Workspace:
     shutil.copy(Path(__file__).with_name("before.py"), target)
     settings = {
         "writable": [str(copy)],
-        "packages": list(entry.packages),
         "made_up": wanted.made_up,
         "autocast": wanted.autocast,
     }
@@ -117,7 +117,7 @@ def verify_stage(project: Repository) -> StageRecord:
         answer = "Nothing of the repository was run."
         ask = "call again with --run to let its code run here"
         return StageRecord("verify", NOT_ASKED, "run", answer, ask, {"command": shown})
-    work = prepare_workspace(project, entry)
+    work = prepare_workspace(project)
     results = work.folder / "verify"
     left = max(1.0, wanted.rounding_minutes - (time.monotonic() - project.began) / 60)
     command[1:1] = ["--out", str(results), "--before", str(work.before), f"--minutes={left:.2f}"]
@@ -137,7 +137,10 @@ def verify_stage(project: Repository) -> StageRecord:
     if arguments != chosen.full:
         result["smaller"] = list(chosen.changed)
     made_steps = (results / "ported" / "record.json").exists()
-    return _verified(ended, result, wanted, entry, made_steps=made_steps)
+    record = _verified(ended, result, wanted, entry, made_steps=made_steps)
+    trained = any((results / side / TRAINED).exists() for side in ("eager", "ported"))
+    project.has_no_model = record.state == NEEDS_YOU and not trained
+    return record
 
 
 def _both_seen(work: Workspace, results: Path) -> dict[str, list[dict[str, str]]]:
@@ -264,13 +267,17 @@ def fit_stage(project: Repository) -> StageRecord:
     if by_script and (entry is None or entry.missing or project.arguments.lacking):
         answer = "No program was compiled for a TPU: see `entry`."
         return StageRecord("fit", NOT_ASKED, "compiled", answer)
+    if by_script and project.has_no_model:
+        answer = "No program was compiled for a TPU: the script did not get to train a model, as"
+        answer += " `verify` says."
+        return StageRecord("fit", NOT_ASKED, "compiled", answer)
     target = wanted.model or "tpuport.repository.capture:program"
     if not wanted.run:
         answer = "No program was compiled: that runs code of the repository."
         ask = "call again with --run to let its code run here"
         return StageRecord("fit", NOT_ASKED, "compiled", answer, ask)
     entry = entry or StartScript("", trains=False, reasons=())
-    work = prepare_workspace(project, entry)
+    work = prepare_workspace(project)
     name = wanted.slice_name or FIRST_SLICE
     tried: list[str] = []
     result: dict[str, Any] = {}

@@ -5,7 +5,7 @@ import importlib.util
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -103,20 +103,20 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
     """
     seen = {path: one for path in files if (one := _read(path)) is not None}
     launches = _launches(root)
-    own = {path.stem for path in files} | {path.parent.name for path in files}
+    own = _own_names(root, files)
     found = []
     for path, one in seen.items():
         name = path.relative_to(root).as_posix()
         started = tuple(launches.get(path.name, ()))
         if not (one.has_main or started) or path.name == "setup.py":
             continue
-        packages, modules = _reached(path, one.started, seen, root)
+        imported, modules = _reached(path, one.started, seen, root)
         one.trains |= any(seen[module].trains for module in modules)
         score, reasons = _score(name, one, started)
         script = StartScript(
             *(name, one.trains, reasons, tuple(one.required), started[:5], (), score)
         )
-        found.append(_with_packages(script, packages, modules, own, seen, root))
+        found.append(_with_packages(script, imported, modules, own, seen, root))
     return sorted(found, key=lambda one: (-one.score, one.path.count("/"), one.path))
 
 
@@ -147,16 +147,16 @@ def add_packages(
     if not imports:
         return script
     seen = {path: one for path in files if (one := _read(path)) is not None}
-    own = {path.stem for path in files} | {path.parent.name for path in files}
-    packages, modules = _reached(root / script.path, imports, seen, root)
+    own = _own_names(root, files)
+    names, modules = _reached(root / script.path, imports, seen, root)
     known = {root / name for name in script.modules}
-    packages |= set(script.packages)
-    return _with_packages(script, packages, modules | known, own, seen, root)
+    names |= set(script.packages)
+    return _with_packages(script, names, modules | known, own, seen, root)
 
 
 def _with_packages(
     script: StartScript,
-    packages: set[str],
+    imported: set[str],
     modules: set[Path],
     own: set[str],
     seen: dict[Path, _Seen],
@@ -165,16 +165,16 @@ def _with_packages(
     start = root / script.path
     names = sorted(path.relative_to(root).as_posix() for path in modules if path != start)
     later = {
-        name.partition(".")[0]
+        name
         for path in {start, *modules} & seen.keys()
         for name in seen[path].later
         if not name.startswith(".") and own_module(name, path, root) is None
     }
-    absent = [{one for one in some if not _installed(one, own)} for some in (packages, later)]
+    absent = [_packages(one for one in n if not _installed(one, own)) for n in (imported, later)]
     return replace(
         script,
         missing=tuple(sorted(absent[0])),
-        packages=tuple(sorted(packages)),
+        packages=tuple(sorted(_packages(imported))),
         modules=tuple(names),
         maybe_missing=tuple(sorted(absent[1] - absent[0])),
     )
@@ -246,7 +246,7 @@ def _required(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> list
 def _reached(
     start: Path, imports: set[str], seen: dict[Path, _Seen], root: Path
 ) -> tuple[set[str], set[Path]]:
-    """Return what a script imports, also through others: packages, and modules beside it."""
+    """Return what a script imports, also through others: names, and modules beside it."""
 
     def imports_of(path: Path) -> set[str]:
         return seen[path].imports if path in seen else set()
@@ -255,11 +255,29 @@ def _reached(
     return packages, modules & seen.keys()
 
 
+def _packages(names: Iterable[str]) -> set[str]:
+    return {name.partition(".")[0] for name in names}
+
+
+def _own_names(root: Path, files: Sequence[Path]) -> set[str]:
+    """Return what the files of a repository may be imported as, wherever the search path begins.
+
+    A folder `env/robomimic` is no package `robomimic.utils`.
+    """
+    found = set()
+    for path in files:
+        parts = path.relative_to(root).with_suffix("").parts
+        for end in range(1, len(parts) + 1):
+            found |= {".".join(parts[start:end]) for start in range(end)}
+    return found
+
+
 def _installed(name: str, own: set[str]) -> bool:
-    if name in own or name in sys.stdlib_module_names or name in sys.builtin_module_names:
+    package = name.partition(".")[0]
+    if name in own or package in sys.stdlib_module_names or package in sys.builtin_module_names:
         return True
     try:
-        return importlib.util.find_spec(name) is not None
+        return importlib.util.find_spec(package) is not None
     except (ImportError, ValueError):
         return False
 

@@ -113,7 +113,19 @@ class StageRecord:
 
 @dataclass
 class Repository:
-    """A repository on its way through the stages."""
+    """A repository on its way through the stages.
+
+    Attributes:
+        wanted: What a person asked for.
+        settings: Those of lint.
+        files: Its Python files and notebooks.
+        checked: What lint found in each.
+        problems: Files that could not be read.
+        entries: The scripts that can be started.
+        others: The files that say how scripts are started.
+        began: When this call did.
+        has_no_model: Whether a run in this call came to no gradient of a model.
+    """
 
     wanted: PortRequest
     settings: Settings
@@ -123,6 +135,7 @@ class Repository:
     entries: list[StartScript]
     others: list[Path]
     began: float = field(default_factory=time.monotonic)
+    has_no_model: bool = False
 
     @cached_property
     def entry(self) -> StartScript | None:

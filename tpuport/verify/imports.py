@@ -87,7 +87,7 @@ def later_names(tree: ast.Module) -> set[str]:
 def reached(
     start: Path, imports: set[str], imports_of: Callable[[Path], set[str]], root: Path
 ) -> tuple[set[str], set[Path]]:
-    """Return what a script imports, also through others: packages, and modules beside it.
+    """Return what a script imports, also through others: dotted names, and modules beside it.
 
     Args:
         start: The script.
@@ -102,7 +102,7 @@ def reached(
             target = own_module(name, path, root)
             if target is None:
                 if not name.startswith("."):
-                    found.add(name.partition(".")[0])
+                    found.add(name)
                     found |= {package for start, package in _NEEDED_BY.items() if name == start}
             elif target not in done:
                 done.add(target)
@@ -117,7 +117,8 @@ def packages_of(script: Path) -> set[str]:
         tree = parse_file(path)
         return set() if tree is None else imported_names(tree.body)
 
-    return reached(script, imports_of(script), imports_of, script.parent)[0]
+    names = reached(script, imports_of(script), imports_of, script.parent)[0]
+    return {name.partition(".")[0] for name in names}
 
 
 def own_module(name: str, path: Path, root: Path) -> Path | None:

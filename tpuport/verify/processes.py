@@ -17,6 +17,8 @@ from tpuport.foundation.guarded import run_guarded
 EAGER, PORTED = "eager", "ported"
 # Eager PyTorch again, with what rounding could add to the gradients.
 DISTURBED = "disturbed"
+# A file that the recorder leaves once the script has called `backward()`, however it ends.
+TRAINED = "trained"
 # The file by which a folder is known to be one of ours.
 RESULT = "verify.json"
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()", "run", "--quiet")
@@ -120,7 +122,13 @@ def run(
     file = folder / "settings.json"
     wanted = {"steps": what.steps, "seed": what.seed, "disturbed": side == DISTURBED}
     wanted["before"] = None if what.before is None else str(what.before.resolve())
-    wanted |= {"folder": str(folder), "optimizers": 0, "around": [], **(settings or {})}
+    wanted |= {
+        "folder": str(folder),
+        "trained": TRAINED,
+        "optimizers": 0,
+        "around": [],
+        **(settings or {}),
+    }
     file.write_text(json.dumps(wanted))
     script = what.script.resolve()
     roots = _roots([Path.cwd(), script.parent])

@@ -39,6 +39,7 @@ class StepRecorder:
 
     Args:
         folder: Where to write it.
+        trained: A file to make as soon as the script calls `backward()`, however it ends.
         steps: The number of steps after which the script is stopped.
         disturbed: Whether to add to each gradient what rounding could, to see what becomes of it.
         optimizers: Stop as soon as so many optimizers are about to make their first step, if not 0:
@@ -46,9 +47,16 @@ class StepRecorder:
     """
 
     def __init__(
-        self, folder: Path, steps: int, *, disturbed: bool = False, optimizers: int = 0
+        self,
+        folder: Path,
+        trained: str,
+        steps: int,
+        *,
+        disturbed: bool = False,
+        optimizers: int = 0,
     ) -> None:
         self.folder, self.steps, self.disturbed = folder, steps, disturbed
+        self.trained = folder / trained
         self.enough = optimizers
         self.noise = torch.Generator().manual_seed(0)
         self.losses: list[list[float]] = []
@@ -79,6 +87,7 @@ class StepRecorder:
             real = [tensor for tensor in each if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
             self.since_step += [float(tensor.detach().float().mean()) for tensor in real]
             self.in_backward = True
+            self.trained.touch()
             try:
                 return backward(tensors, *args, **kwargs)
             finally:
@@ -215,7 +224,7 @@ def record() -> None:
     np.random.seed(settings["seed"])
     torch.manual_seed(settings["seed"])
     recorder = StepRecorder(
-        *(Path(settings["folder"]), settings["steps"]),
+        *(Path(settings["folder"]), settings["trained"], settings["steps"]),
         disturbed=settings["disturbed"],
         optimizers=settings["optimizers"],
     )
