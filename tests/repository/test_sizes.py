@@ -366,7 +366,7 @@ def test_hydra_as_the_repository_starts_it(tmp_path: Path) -> None:
     assert config.leaves()["work.runner.n_test"] == 50
     # Whoever gives arguments says all but which configuration it is.
     _, given = entry(tmp_path, HYDRA, **files, arguments="task@work=reach net.size=3")
-    assert given.full == ("task@work=reach", "net.size=3", "--config-name=full")
+    assert given.full == ("--config-name=full", "task@work=reach", "net.size=3")
     assert set(given.small[3:]) == {
         *("trainer.devices=1", "trainer.num_nodes=1", "work.runner.n_test=1"),
     }

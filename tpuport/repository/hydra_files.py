@@ -90,6 +90,11 @@ def names_config(words: Sequence[str]) -> bool:
     return any(_is_flag(word) for word in words)
 
 
+def in_order(words: Sequence[str]) -> list[str]:
+    """Return a command line with its flags in front of its settings, as hydra wants it."""
+    return sorted(_one_word_each(words), key=lambda word: not word.startswith("-"))
+
+
 def _is_flag(word: str) -> bool:
     return word.partition("=")[0] in (*_NAME, *_FOLDER)
 

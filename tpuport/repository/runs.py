@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpuport.repository.advised import what_helps
 from tpuport.repository.capture import SETTINGS
 from tpuport.repository.copies import copy_repository
 from tpuport.repository.processes import Finished, run_command
-from tpuport.repository.scripts import StartScript, shown_launches
+from tpuport.repository.scripts import StartScript
 from tpuport.repository.slices import FIRST_SLICE, next_slice
 from tpuport.repository.stages import (
     DONE,
@@ -137,7 +138,7 @@ def verify_stage(project: Repository) -> StageRecord:
     if arguments != chosen.full:
         result["smaller"] = list(chosen.changed)
     made_steps = (results / "ported" / "record.json").exists()
-    record = _verified(ended, result, wanted, entry, made_steps=made_steps)
+    record = _verified(ended, result, project, entry, made_steps=made_steps)
     trained = any((results / side / TRAINED).exists() for side in ("eager", "ported"))
     project.has_no_model = record.state == NEEDS_YOU and not trained
     return record
@@ -167,12 +168,12 @@ def _tail(file: Path, lines: int = 25) -> str:
 def _verified(
     ended: Finished,
     result: dict[str, Any],
-    wanted: PortRequest,
+    project: Repository,
     entry: StartScript,
     *,
     made_steps: bool,
 ) -> StageRecord:
-    found = _json(ended.output)
+    found, wanted = _json(ended.output), project.wanted
     refused = [one["what"] for one in result["seen"]["refused write"]]
     if refused and (ended.status is None or found is None):
         answer = f"The script writes outside of the repository, which is refused: {refused[0]}."
@@ -190,10 +191,8 @@ def _verified(
     if ended.status == 2 or found is None:
         answer = "The script fails in eager PyTorch, before anything is ported"
         answer += f": {error}" if (error := _last_error(result["log"])) else "."
-        ask = "make it run with `python` first: give the arguments that it needs after --"
-        ask += "".join(f"; {launch}" for launch in shown_launches(entry)[:1])
-        if absent := _ABSENT.search(error):
-            ask = f"install {absent[1].partition('.')[0]}"
+        chosen = project.arguments
+        ask = what_helps(error, wanted.root, entry, project.settings_of_entry, chosen)
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     result["verification"] = found
     if found["failure"]:
@@ -246,8 +245,6 @@ def _on_what(result: dict[str, Any]) -> str:
 _ERROR = re.compile(
     r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*|\S+: error: .*)$"
 )
-# As Python shows it, or inside of another error.
-_ABSENT = re.compile(r"ModuleNotFoundError(?:: |\([\"'])No module named \\?'([\w.]+)\\?'")
 _PLACE = re.compile(r'^\s*File "(?P<file>[^"/<][^"]*)", line (?P<line>\d+)')
 
 

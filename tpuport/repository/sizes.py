@@ -19,6 +19,7 @@ from tpuport.repository.choices import (
 from tpuport.repository.hydra_files import (
     HydraConfig,
     find_config,
+    in_order,
     launched_words,
     names_config,
     read_value,
@@ -138,6 +139,10 @@ class ScriptSettings:
             return {word.lstrip("+~").partition("=")[0] for word in words}
         return {_name_of(word) for word in words}
 
+    def in_order(self, words: Sequence[str]) -> tuple[str, ...]:
+        """Return a command line in the order in which the script takes it."""
+        return tuple(in_order(words) if self.style == HYDRA else words)
+
     def is_in(self, option: Option, named: set[str]) -> bool:
         """Return whether a setting is among names."""
         return not named.isdisjoint([option.name] if self.style == HYDRA else option.names)
@@ -209,6 +214,7 @@ class ChosenArguments:
         launched: Those of `full` with blanks where values are made up.
         blanks: What a person has to fill in.
         variables: Environment variables that are not set, with the values that are made up.
+        started: Whether they are those of a line of the repository.
     """
 
     full: tuple[str, ...]
@@ -219,6 +225,7 @@ class ChosenArguments:
     launched: tuple[str, ...] = ()
     blanks: tuple[Blank, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
+    started: bool = False
 
 
 def choose_arguments(
@@ -279,8 +286,9 @@ def choose_arguments(
         invented.insert(0, f"{' '.join(started)}, as in {settings.place}")
     blanks = [one.blank for one in filled if one.blank is not None]
     return ChosenArguments(
-        *(tuple(full), tuple(small), tuple(changed), tuple(invented), tuple(lacking)),
-        *(tuple(launched), tuple(blanks), variables),
+        *(settings.in_order(full), settings.in_order(small)),
+        *(tuple(changed), tuple(invented), tuple(lacking)),
+        *(settings.in_order(launched), tuple(blanks), variables, bool(started)),
     )
 
 

@@ -1,0 +1,42 @@
+"""What a person is told to do about a script that fails by itself."""
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tpuport.repository.advised import what_helps
+from tpuport.repository.scripts import Launch, StartScript
+from tpuport.repository.sizes import ARGPARSE, ChosenArguments, Option, ScriptSettings
+
+LOST = "PathNotFoundError: nothing found at path ''"
+CHANGED = "ImportError: cannot import name 'gone' from 'rich.console' (/site/rich/console.py)"
+HERE = metadata.version("rich")
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (
+            "ModuleNotFoundError(\"No module named 'absent_package.sub'\") (a.py:3)",
+            "absent_package",
+        ),
+        (CHANGED, f"install rich==0.1, as conda_environment.yaml says: {HERE} is here"),
+        ("AttributeError: module 'numpy' has no attribute 'float'", "another version of numpy"),
+        (LOST, "not there: data-path (data/train.zarr); put it there, or say with --set"),
+        ("ValueError: 3", "give the arguments that it needs after --; a.sh:1 starts it with `x`"),
+    ],
+)
+def test_what_helps(tmp_path: Path, error: str, advice: str) -> None:
+    (tmp_path / "conda_environment.yaml").write_text("dependencies:\n  - pip:\n    - rich=0.1\n")
+    (tmp_path / "there").touch()
+    options = {
+        "data-path": Option("data-path", "--data-path", default="other/place"),
+        "data-root": Option("data-root", "--data-root", default="./there"),
+        "output-dir": Option("output-dir", "--output-dir", default="out/put"),
+        "lr": Option("lr", "--lr", default="1/2"),
+    }
+    entry = StartScript("a.py", trains=True, reasons=(), launches=(Launch("a.sh:1", "sh", ("x",)),))
+    settings = ScriptSettings(ARGPARSE, options)
+    chosen = ChosenArguments(("--data-path", "data/train.zarr"), ())
+    assert advice in what_helps(error, tmp_path, entry, settings, chosen)
