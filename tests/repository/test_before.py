@@ -67,7 +67,7 @@ def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[d
     work = folder / "work"
     work.mkdir()
     (work / "before.py").write_text(BEFORE.read_text())
-    found = {"writable": [str(folder)], "made_up": True, "autocast": True}
+    found = {"writable": [str(folder)], "made_up": True, "autocast": True, "quiet": True}
     (work / "before.json").write_text(json.dumps(found | settings))
     code = "import runpy, sys\nbefore, folder = sys.argv.pop(1), sys.argv.pop(1)\n"
     code += "runpy.run_path(before, {'FOLDER': folder}, '__before__')\n"
@@ -76,7 +76,7 @@ def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[d
     done = subprocess.run(
         [sys.executable, "-c", code + script, work / "before.py", work, *args],
         cwd=folder,
-        env={**os.environ, "TMPDIR": str(temporary)},
+        env={**os.environ, "TMPDIR": str(temporary), "WANDB_MODE": "disabled"},
         capture_output=True,
         text=True,
     )
@@ -180,10 +180,12 @@ def test_nothing_is_imported_before_the_script_does(tmp_path: Path) -> None:
     names = ("VisionDataset", "DatasetFolder", "CIFAR10", "CIFAR100", "MNIST", "FashionMNIST")
     text = "".join(f"class {name}:\n    def __init__(self): raise OSError\n" for name in names)
     (package / "datasets.py").write_text(text)
+    (tmp_path / "wandb.py").write_text("def init(name, mode='online'): return name, mode")
     script = """
-assert not {"torch", "torchvision", "diffusers"} & set(sys.modules)
+assert not {"torch", "torchvision", "diffusers", "wandb"} & set(sys.modules)
 sys.path.insert(0, ".")
-import torchvision
+import torchvision, wandb
+assert wandb.init("a", mode="online") == ("a", "disabled")
 from torchvision.datasets import DatasetFolder
 assert torchvision.datasets.DatasetFolder is DatasetFolder
 assert DatasetFolder.__init__.__module__ != "torchvision.datasets"

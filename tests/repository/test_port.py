@@ -18,6 +18,7 @@ from tpuport.cli.app import app
 from tpuport.repository import processes, runs
 from tpuport.repository.processes import Finished
 from tpuport.repository.scripts import find_scripts
+from tpuport.verify.processes import KILLED
 
 TRAIN = """
 import argparse
@@ -241,6 +242,7 @@ def test_what_only_rounding_allows_is_said(
             "needs you",
             "fails in eager PyTorch, before anything is ported: ModuleNotFoundError",
         ),
+        (Finished(2, "", f"3 steps\n{KILLED}"), "needs you", "ported. It was killed: most likely"),
         (Finished(1, json.dumps({"failure": "boom"}), ""), "failed", "fails when it is ported"),
         (
             Finished(1, json.dumps({**EQUAL, "passed": False, "programs": 0}), ""),
@@ -286,6 +288,8 @@ def test_what_a_run_came_to(
     assert ("&lt;note&gt;" in page) == ("no time" in page) == ("no time" in ended.output)
     if "zarr" in ended.tail:
         assert found["next"] == "install zarr"
+    elif KILLED in ended.tail:
+        assert found["next"].startswith("give the script smaller sizes")
     elif "eager PyTorch, before" in found["answer"]:
         assert "README.md:2 starts it with `--lr 0.1 --device=cpu`" in found["next"]
 

@@ -124,6 +124,7 @@ def test_hydra(tmp_path: Path) -> None:
             defaults: [_self_, {net: small}]
             loader: {batch_size: 64, num_workers: 8}
             training: {num_epochs: 50}
+            net: {down_dims: [512, 1024, 2048], image_size: [256, 256], mlp_dims: [100, 200]}
             """,
         conf__net__small_yaml="_target_: own.Net\nother: {_target_: absent_package.sub.Thing}\n",
         own_py="import also_absent, absent_too.utils, here.there",
@@ -132,7 +133,8 @@ def test_hydra(tmp_path: Path) -> None:
         changes="loader.batch_size=16",
     )
     assert chosen.full == ("loader.batch_size=16",)
-    assert chosen.small[1:] == ("loader.num_workers=0", "training.num_epochs=2")
+    smaller = ("loader.num_workers=0", "training.num_epochs=2", "net.down_dims=[64,128,256]")
+    assert chosen.small[1:] == smaller
     config = find_config(tmp_path / "train.py", found)
     assert config is not None
     assert config.targets() == {"own.Net", "absent_package.sub.Thing"}

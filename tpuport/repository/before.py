@@ -355,6 +355,17 @@ def turn_autocast_off(seen: SeenRun) -> None:
     patched.__init__ = init
 
 
+def send_no_run(seen: SeenRun) -> None:
+    """Let runs of wandb go nowhere, whatever mode the script asks for."""
+    wandb: Any = importlib.import_module("wandb")
+    real, mode = wandb.init, os.environ["WANDB_MODE"]
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **{**kwargs, "mode": mode})
+
+    wandb.init = init
+
+
 _MODULES = {
     "torchvision.datasets": stand_in_for_torchvision,
     "diffusers.models.autoencoders.autoencoder_kl": stand_in_for_diffusers,
@@ -362,7 +373,7 @@ _MODULES = {
 
 
 class AfterImports:
-    """Sets up what stands in for data of a module once the script imports it, and only then.
+    """Changes modules once the script imports them, and only then.
 
     Args:
         seen: What the script did.
@@ -397,11 +408,14 @@ def prepare() -> SeenRun:
     seen = SeenRun(folder, settings["writable"])
     if not settings["autocast"]:
         turn_autocast_off(seen)
+    modules = dict(_MODULES) if settings["made_up"] else {}
+    if settings["quiet"]:
+        modules["wandb"] = send_no_run
     if settings["made_up"]:
         stand_in_for_files(seen)
         stand_in_for_archives(seen)
-        finder: Any = AfterImports(seen, _MODULES)
-        sys.meta_path.insert(0, finder)
+    finder: Any = AfterImports(seen, modules)
+    sys.meta_path.insert(0, finder)
     sys.addaudithook(seen.watch)
     return seen
 

@@ -1,21 +1,30 @@
 """The model of a script and the inputs of its first call: what `tpuport compile` needs.
 
+Some models are never called themselves: the script calls `policy.compute_loss(batch)`, and that
+calls modules inside. Then the method is the model.
+
 `tpuport compile tpuport.repository.capture:program` runs the script in eager PyTorch until the
 model is called that an optimizer trains. The call itself is not made.
 """
 
+import dis
+import inspect
 import json
 import os
 import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
 
 # The environment variable with the path of the settings.
 SETTINGS = "TPUPORT_CAPTURE"
+# The file, in the folder of the settings, that says how much of what is trained the model has.
+SHARE = "captured.json"
 # What spreads a model over devices: the mesh does that.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adafactor": "adafactor"}
@@ -31,12 +40,20 @@ class ModelCapture:
     Args:
         trains: Whether the script trains: then only a module counts whose parameters an optimizer
             holds.
+
+    Attributes:
+        held: The class of the optimizer that holds a parameter, by its id.
+        numbers: How many numbers such a parameter has.
+        found: The arguments of `tpuport.compile_for`, once the model was called.
+        share: How much of what optimizers hold the model has.
     """
 
     def __init__(self, trains: bool) -> None:
         self.trains = trains
         self.held: dict[int, str] = {}
+        self.numbers: dict[int, int] = {}
         self.found: dict[str, Any] | None = None
+        self.share = 1.0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -56,6 +73,7 @@ class ModelCapture:
             add(optimizer, group)
             for parameter in optimizer.param_groups[-1]["params"]:
                 capture.held[id(parameter)] = type(optimizer).__name__
+                capture.numbers[id(parameter)] = parameter.numel()
 
         module_class.__call__, optimizer_class.add_param_group = watched_call, watched_add
         try:
@@ -76,11 +94,63 @@ class ModelCapture:
         while type(module).__name__ in _WRAPPERS:
             module = module.module
         optimizer = next((_OPTIMIZERS[n] for n in names if n in _OPTIMIZERS), "adamw")
+        outer = self._method_around(module)
+        if outer is not None:
+            module, args, kwargs = outer
         self.found = {"model": module, "inputs": (args, kwargs)}
+        self.share = self._numbers_of(module) / max(1, sum(self.numbers.values()))
         if self.trains:
             module.train()
             self.found |= {"train": loss_of, "optimizer": optimizer}
         raise _CapturedCall(0)
+
+    def _numbers_of(self, module: Any) -> int:
+        return sum(self.numbers.get(id(p), 0) for p in module.parameters())
+
+    def _method_around(self, module: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+        """Return the method, with its arguments, of a larger module that is calling this one."""
+        import torch
+
+        best, found = self._numbers_of(module), None
+        frame = sys._getframe(2)
+        while frame is not None:
+            code = frame.f_code
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(owner, torch.nn.Module) and code.co_name != "__call__":
+                held = self._numbers_of(owner)
+                given = _arguments_of(frame) if held > best else None
+                if given is not None:
+                    best, found = held, (method_model(owner, code.co_name), (), given)
+            frame = frame.f_back
+        return found
+
+
+def _arguments_of(frame: FrameType) -> dict[str, Any] | None:
+    """Return the arguments of a call that is going on; None if it may have bound them anew."""
+    code = frame.f_code
+    count = code.co_argcount + code.co_kwonlyargcount
+    names = code.co_varnames[1:count]
+    stored = {one.argval for one in dis.get_instructions(code) if one.opname == "STORE_FAST"}
+    more = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    if more or code.co_posonlyargcount or not stored.isdisjoint(names):
+        return None
+    return {name: frame.f_locals[name] for name in names}
+
+
+def method_model(owner: Any, name: str) -> Any:
+    """Return a module that calls a method of another one; its class is named after both."""
+    import torch
+
+    class Method(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.owner = owner
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return getattr(self.owner, name)(*args, **kwargs)
+
+    Method.__name__ = Method.__qualname__ = f"{type(owner).__name__}.{name}"
+    return Method()
 
 
 def loss_of(output: Any) -> Any:
@@ -116,4 +186,6 @@ def program() -> dict[str, Any]:
     place["SEEN"].stop()
     if capture.found is None:
         raise UsageError("The script ended before an optimizer's model was called.")
+    share = Path(settings["folder"]) / SHARE
+    share.write_text(json.dumps({"share": capture.share}))
     return capture.found

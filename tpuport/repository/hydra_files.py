@@ -46,7 +46,7 @@ class HydraConfig:
     groups: tuple[HydraGroup, ...] = ()
 
     def leaves(self) -> dict[str, Any]:
-        """Return the numbers and strings of all files by their dotted names."""
+        """Return the numbers, lists of them and strings of all files by their dotted names."""
         found: dict[str, Any] = {}
         for package, file in self.parts:
             content = _read_yaml(file)
@@ -276,8 +276,12 @@ def _leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(node, dict):
         for key, value in node.items():
             yield from _leaves(value, f"{name}.{key}" if name else str(key))
-    elif isinstance(node, int | float | str | bool):
+    elif isinstance(node, int | float | str | bool) or _is_numbers(node):
         yield name, node
+
+
+def _is_numbers(node: Any) -> bool:
+    return isinstance(node, list) and bool(node) and all(type(one) is int for one in node)
 
 
 def read_value(text: str) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.repository.advised import what_helps
-from tpuport.repository.capture import SETTINGS
+from tpuport.repository.capture import SETTINGS, SHARE
 from tpuport.repository.copies import copy_repository
 from tpuport.repository.processes import Finished, run_command
 from tpuport.repository.scripts import StartScript
@@ -27,12 +27,14 @@ from tpuport.repository.stages import (
     StageRecord,
 )
 from tpuport.verify.hub import OFFLINE
-from tpuport.verify.processes import TRAINED
+from tpuport.verify.processes import KILLED, TRAINED
 
 _WORK = "work"
 _TRIALS = 4
+# Less of what the optimizer trains is a part of the model, and said to be one.
+_WHOLE = 0.99
 # What libraries would do unasked: send a run to a service, open a window, shorten a traceback.
-_QUIET = {"WANDB_MODE": "offline", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
+_QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
 _REPORT = "it is more than rounding: please report it with the script"
 _KINDS = ("made up", "refused write", "process", "connection", "autocast off", "hub offline")
 
@@ -99,6 +101,7 @@ def prepare_workspace(project: Repository) -> Workspace:
         "writable": [str(copy)],
         "made_up": wanted.made_up,
         "autocast": wanted.autocast,
+        "quiet": "WANDB_MODE" not in os.environ,
     }
     target.with_suffix(".json").write_text(json.dumps(settings))
     return Workspace(folder, copy, target, project.hub_offline, project.arguments.variables)
@@ -189,14 +192,12 @@ def _verified(
         ask = "give the script smaller sizes after -- or with --set, or more time with --minutes"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if ended.status == 2 or found is None:
-        answer = "The script fails in eager PyTorch, before anything is ported"
-        answer += f": {error}" if (error := _last_error(result["log"])) else "."
-        chosen = project.arguments
-        ask = what_helps(error, wanted.root, entry, project.settings_of_entry, chosen)
-        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+        return _fails_alone(ended, result, project, entry)
     result["verification"] = found
     if found["failure"]:
         answer = "The script runs in eager PyTorch, and fails when it is ported"
+        if KILLED in found["failure"]:
+            return _killed(answer, result)
         answer += f": {error}" if (error := _last_error(result["log"])) else "."
         ask = "see the end of its output; `--run-option` passes options to `tpuport run`"
         return StageRecord("verify", FAILED, "run", answer, ask, result)
@@ -218,6 +219,25 @@ def _verified(
     answer = f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager"
     answer += f" PyTorch's{rounding}{_on_what(result)}."
     return StageRecord("verify", DONE, "run", answer, "", result)
+
+
+def _fails_alone(
+    ended: Finished, result: dict[str, Any], project: Repository, entry: StartScript
+) -> StageRecord:
+    """Say why a script fails in eager PyTorch, and what helps."""
+    answer = "The script fails in eager PyTorch, before anything is ported"
+    if KILLED in ended.tail:
+        return _killed(answer, result)
+    error, chosen = _last_error(result["log"]), project.arguments
+    answer += f": {error}" if error else "."
+    ask = what_helps(error, project.wanted.root, entry, project.settings_of_entry, chosen)
+    return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+
+
+def _killed(answer: str, result: dict[str, Any]) -> StageRecord:
+    answer += f". {KILLED}"
+    ask = "give the script smaller sizes with --set, or a machine with more memory"
+    return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
 
 
 def _has_rounding(found: dict[str, Any]) -> bool:
@@ -290,12 +310,19 @@ def fit_stage(project: Repository) -> StageRecord:
         if found is None:
             return _not_compiled(ended, result, wanted)
         result["compiled"] = found
+        result["share"] = _captured_share(work) if by_script else 1.0
         tried.append(name)
         larger = next_slice(name, found) if wanted.slice_name is None else None
         if found["fits"] or larger is None or len(tried) >= _TRIALS:
             break
         name = larger
     return _fitted(result, tried, project, by_script)
+
+
+def _captured_share(work: Workspace) -> float:
+    """Return how much of what the optimizer trains the compiled model has."""
+    file = work.folder / "compile" / SHARE
+    return float(json.loads(file.read_text())["share"]) if file.is_file() else 1.0
 
 
 def _compile(
@@ -358,6 +385,9 @@ def _fitted(
     answer += f", about {1e3 * seconds:.1f} ms a step." if seconds else "."
     if by_script:
         answer += " The model and the inputs are those of the script's first call"
+        share = result["share"]
+        if share < _WHOLE:
+            answer += f", a part with {share:.0%} of what the optimizer trains"
         made = [one["what"] for one in result["seen"]["made up"]]
         answer += f", on made-up data ({made[0]} could not be read)" if made else ""
         filled = [f"{blank.setting} {blank.value}" for blank in chosen.blanks]

@@ -150,6 +150,8 @@ def add_packages(
     own = _own_names(root, files)
     names, modules = _reached(root / script.path, imports, seen, root)
     known = {root / name for name in script.modules}
+    trains = script.trains or any(seen[module].trains for module in modules)
+    script = replace(script, trains=trains)
     names |= set(script.packages)
     return _with_packages(script, names, modules | known, own, seen, root)
 

@@ -45,6 +45,11 @@ _LIMITS = (
 )
 _HEADS = re.compile(r"n_heads?|num_(attention_)?heads|nheads?")
 _WIDTH = re.compile(r"n_embd|hidden_size|d_model|embed_dim|dim_model")
+# Widths of layers, one after the other.
+_WIDTHS = re.compile(
+    r"((down|up|hidden|mlp|net|unet|layer|encoder|decoder|model|block_out)_)?"
+    r"(dims|channels|widths|features)|hidden_sizes"
+)
 _SMALL_HEADS, _SMALL_WIDTH = 2, 64
 _MOST_SHOWN = 12
 _DATA = re.compile(r"data|dataset|root|path|dir|folder|corpus")
@@ -416,6 +421,8 @@ def _smaller(settings: ScriptSettings) -> Iterator[tuple[Option, Any]]:
             limit = _limit(option)
             if limit is not None and option.default > limit:
                 yield option, limit
+        elif settings.style == HYDRA and _WIDTHS.fullmatch(option.key):
+            yield from ((option, narrow) for narrow in _narrower(option.default))
         elif isinstance(option.default, str) and _NAMES_MODEL.fullmatch(option.key):
             name = _smallest_name(option.default, settings.names)
             if name != option.default:
@@ -423,6 +430,15 @@ def _smaller(settings: ScriptSettings) -> Iterator[tuple[Option, Any]]:
     if heads and len(widths) == 1 and widths[0].default > _SMALL_WIDTH:
         yield widths[0], _SMALL_WIDTH
         yield from ((one, _SMALL_HEADS) for one in heads if one.default > _SMALL_HEADS)
+
+
+def _narrower(widths: Any) -> Iterator[str]:
+    """Yield a list of widths with the same ratios that begins at a small width, if it is one."""
+    if not isinstance(widths, list) or any(one % _SMALL_WIDTH for one in widths):
+        return
+    least = min(widths)
+    if least > _SMALL_WIDTH:
+        yield str([one * _SMALL_WIDTH // least for one in widths]).replace(" ", "")
 
 
 def _is_count(value: Any) -> bool:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from tpuport.foundation.guarded import run_guarded
 EAGER, PORTED = "eager", "ported"
 # Eager PyTorch again, with what rounding could add to the gradients.
 DISTURBED = "disturbed"
+# What is said of a run that nothing here has stopped.
+KILLED = "It was killed: most likely memory ran out."
 # A file that the recorder leaves once the script has called `backward()`, however it ends.
 TRAINED = "trained"
 # The file by which a folder is known to be one of ours.
@@ -77,7 +80,8 @@ class FinishedRun:
     def tail(self) -> str:
         """Return the last lines that the run printed."""
         lines = (self.folder / "output.txt").read_text(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL:])
+        killed = [KILLED] if self.status in (-signal.SIGKILL, 128 + signal.SIGKILL) else []
+        return "\n".join([*lines[-_TAIL:], *killed])
 
 
 def prepare(out: Path, script: Path) -> None:

@@ -166,7 +166,7 @@ class StepRecorder:
         for name, buffer in self.buffers.items():
             self.keep(f"buffer/{name}", buffer)
         save_file(
-            {name: t.contiguous().clone() for name, t in self.tensors.items()},
+            {name: t.contiguous() for name, t in self.tensors.items()},
             self.folder / "tensors.safetensors",
         )
         record = {
