@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -263,12 +264,23 @@ class _Composer:
 def _read_yaml(file: Path) -> Any:
     """Return what a YAML file holds; None if it cannot be read or PyYAML is not installed."""
     try:
+        return _read_once(file, file.stat().st_mtime_ns)
+    except OSError:
+        return None
+
+
+@lru_cache(256)
+def _read_once(file: Path, changed: int) -> Any:
+    del changed
+    try:
         import yaml
     except ImportError:
         return None
+    # Lists of tens of thousands of recordings are read in a fraction of a second.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.safe_load(file.read_text(errors="replace"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return yaml.load(file.read_text(errors="replace"), loader)
+    except (ValueError, yaml.YAMLError):
         return None
 
 
