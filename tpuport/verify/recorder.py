@@ -131,7 +131,10 @@ class StepRecorder:
             raise EnoughSteps
 
     def name(self, optimizer: Optimizer) -> None:
-        """Find the names of an optimizer's parameters, and the buffers beside them."""
+        """Find the names of an optimizer's parameters, and the buffers beside them.
+
+        The module counts that holds most of them: a port has copies of modules inside.
+        """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         # The class alone is asked: some objects warn if their `__class__` is read.
         modules: list[torch.nn.Module]
