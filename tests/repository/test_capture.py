@@ -17,7 +17,8 @@ class Policy(torch.nn.Module):
         self.net = torch.nn.Linear(4, 2)
 
     def compute_loss(self, batch: dict[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
-        return scale * self.net(self.encoder(batch["x"])).square().mean()
+        self.noted = self.encoder(batch["x"])
+        return scale * self.net(self.noted).square().mean()
 
     def rebinding_loss(self, batch: Any) -> torch.Tensor:
         batch = batch["x"]
@@ -40,7 +41,11 @@ def test_a_method_that_calls_modules_inside() -> None:
     assert watching.found is not None
     model, (args, kwargs) = watching.found["model"], watching.found["inputs"]
     assert (type(model).__name__, watching.share) == ("Policy.compute_loss", 1.0)
+    assert not hasattr(model.owner, "noted")
     assert torch.equal(model(*args, **kwargs), model.owner.compute_loss({"x": torch.ones(5, 3)}, 2))
+    del model.owner.noted
+    model(*args, **kwargs)
+    assert not hasattr(model.owner, "noted")
 
 
 def test_a_method_whose_arguments_cannot_be_seen() -> None:

@@ -18,7 +18,7 @@ from tpuport.cli.app import app
 from tpuport.repository import processes, runs
 from tpuport.repository.processes import Finished
 from tpuport.repository.scripts import find_scripts
-from tpuport.verify.processes import KILLED
+from tpuport.verify.processes import KILLED, MORE_TIME
 
 TRAIN = """
 import argparse
@@ -254,12 +254,21 @@ def test_what_only_rounding_allows_is_said(
                 1,
                 json.dumps(
                     {**EQUAL, "passed": False, "within": "losses within 2e-3", "notes": ["<note>"]}
-                    | {"undecided": "no time"}
+                    | {"undecided": f"no time; {MORE_TIME}"}
                 ),
                 "",
             ),
             "needs you",
             "The port has losses within 2e-3 of eager PyTorch; could not be told from rounding: no",
+        ),
+        (
+            Finished(
+                1,
+                json.dumps({**EQUAL, "passed": False, "within": "-", "undecided": "elsewhere"}),
+                "",
+            ),
+            "needs you",
+            "could not be told from rounding: elsewhere",
         ),
         (
             Finished(1, json.dumps({**EQUAL, "passed": False}), ""),
@@ -288,6 +297,8 @@ def test_what_a_run_came_to(
     assert ("&lt;note&gt;" in page) == ("no time" in page) == ("no time" in ended.output)
     if "zarr" in ended.tail:
         assert found["next"] == "install zarr"
+    elif "undecided" in ended.output:
+        assert ("--minutes" in found["next"]) == (MORE_TIME in found["answer"])
     elif KILLED in ended.tail:
         assert found["next"].startswith("give the script smaller sizes")
     elif "eager PyTorch, before" in found["answer"]:

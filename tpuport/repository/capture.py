@@ -147,10 +147,28 @@ def method_model(owner: Any, name: str) -> Any:
             self.owner = owner
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self.owner, name)(*args, **kwargs)
+            with _attributes_kept(self.owner):
+                return getattr(self.owner, name)(*args, **kwargs)
 
     Method.__name__ = Method.__qualname__ = f"{type(owner).__name__}.{name}"
     return Method()
+
+
+@contextmanager
+def _attributes_kept(owner: Any) -> Iterator[None]:
+    """Undo what the block binds to attributes: what a module notes for later is no state of a step.
+
+    Parameters and buffers are in tables of their own, and change.
+    """
+    before = [(module, dict(vars(module))) for module in owner.modules()]
+    try:
+        yield
+    finally:
+        for module, known in before:
+            now = vars(module)
+            for name in [name for name in now if name not in known]:
+                del now[name]
+            now.update((name, value) for name, value in known.items() if now.get(name) is not value)
 
 
 def loss_of(output: Any) -> Any:

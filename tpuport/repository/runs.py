@@ -27,7 +27,7 @@ from tpuport.repository.stages import (
     StageRecord,
 )
 from tpuport.verify.hub import OFFLINE
-from tpuport.verify.processes import KILLED, TRAINED
+from tpuport.verify.processes import KILLED, MORE_TIME, TRAINED
 
 _WORK = "work"
 _TRIALS = 4
@@ -206,10 +206,7 @@ def _verified(
         ask = "give the argument with which it uses CUDA after --, or with --set"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if found["undecided"]:
-        answer = f"The port has {found['within']} of eager PyTorch{_on_what(result)}; could not be"
-        answer += f" told from rounding: {found['undecided']}."
-        ask = "give the search more time with --minutes, or compare fewer steps with --steps"
-        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+        return _undecided(found, result)
     if not found["passed"]:
         wrong = [stage["name"] for stage in found["stages"] if not stage["passed"]]
         answer = f"The port differs from eager PyTorch in {', '.join(wrong)}."
@@ -219,6 +216,15 @@ def _verified(
     answer = f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager"
     answer += f" PyTorch's{rounding}{_on_what(result)}."
     return StageRecord("verify", DONE, "run", answer, "", result)
+
+
+def _undecided(found: dict[str, Any], result: dict[str, Any]) -> StageRecord:
+    answer = f"The port has {found['within']} of eager PyTorch{_on_what(result)}; could not be"
+    answer += f" told from rounding: {found['undecided']}."
+    ask = "compare fewer steps with --steps"
+    if MORE_TIME in found["undecided"]:
+        ask = f"give the search more time with --minutes, or {ask}"
+    return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
 
 
 def _fails_alone(
@@ -275,6 +281,12 @@ def _last_error(log: str) -> str:
     place = next((m for line in reversed(lines) if (m := _PLACE.match(line))), None)
     at = f" ({place['file']}:{place['line']})" if place else ""
     return f"{error[:300]}{at}." if error else ""
+
+
+def _last_line(log: str) -> str:
+    """Return what tpuport said last: its own errors have no name of a class in front."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return lines[-1][:400] if lines else ""
 
 
 def fit_stage(project: Repository) -> StageRecord:
@@ -360,7 +372,8 @@ def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) 
     if late:
         answer += f" in {wanted.most_minutes:g} minutes."
     else:
-        answer += f": {error}" if (error := _last_error(result["log"])) else "."
+        last = _last_error(result["log"]) or _last_line(result["log"])
+        answer += f": {last}" if last else "."
     ask = "give more time with --minutes, or smaller sizes with --set"
     if not late:
         ask = "see the end of its output, or name a function that returns the model and its inputs"

@@ -20,6 +20,8 @@ EAGER, PORTED = "eager", "ported"
 DISTURBED = "disturbed"
 # What is said of a run that nothing here has stopped.
 KILLED = "It was killed: most likely memory ran out."
+# Ends a reason for no verdict that holds only because time was over.
+MORE_TIME = "more time may tell"
 # A file that the recorder leaves once the script has called `backward()`, however it ends.
 TRAINED = "trained"
 # The file by which a folder is known to be one of ours.

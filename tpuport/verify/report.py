@@ -28,6 +28,7 @@ from tpuport.verify.imports import packages_of
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
+    MORE_TIME,
     PORTED,
     RESULT,
     FinishedRun,
@@ -263,7 +264,8 @@ def _compared(
             if again.recorded:
                 stages[2] = behaviour(mine, other, limits.behaviour, Recording(again.folder))
             else:
-                rounding.why_not = "eager PyTorch with rounding added was stopped or failed"
+                ended = "failed" if again.status is not None else f"was stopped; {MORE_TIME}"
+                rounding.why_not = f"eager PyTorch with rounding added {ended}"
         if not stages[2].passed and settings is not None:
             explained = rounding.of_behaviour()
             notes += _explained(explained, "what is there at the end")

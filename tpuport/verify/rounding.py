@@ -27,7 +27,7 @@ from tpuport.verify.compare import (
     numbers,
 )
 from tpuport.verify.kinks import FILE
-from tpuport.verify.processes import DISTURBED, VerifiedScript, run
+from tpuport.verify.processes import DISTURBED, MORE_TIME, VerifiedScript, run
 
 # A decision is open if its margin is at most so many times what rounding moves the numbers by.
 _REACH = 8.0
@@ -241,7 +241,9 @@ class Rounding:
         found = sorted(sorted(found, key=lambda one: one.margin / one.reach)[:_MOST_OPEN])
         if self._longest * (len(found) + 1) > self.left:
             each = f"{len(found)} decisions one by one, {self._longest:.0f} seconds each"
-            self.why_not = f"to turn {each}, would take longer than the {self.left:.0f} left"
+            self.why_not = (
+                f"to turn {each}, would take longer than the {self.left:.0f} left; {MORE_TIME}"
+            )
             return None
         sizes = _sizes(base.part(kind), self._ported.part(kind))
         moves = [
@@ -294,9 +296,8 @@ class Rounding:
         side: str = "",
     ) -> WatchedRun | None:
         if self._longest > self.left:
-            self.why_not = (
-                self.why_not or f"its runs would take more than {self._seconds:.0f} seconds"
-            )
+            late = f"its runs would take more than {self._seconds:.0f} seconds; {MORE_TIME}"
+            self.why_not = self.why_not or late
             return None
         positions: dict[int, list[int]] = {}
         for one in turned:
@@ -310,7 +311,8 @@ class Rounding:
         self._longest = max(self._longest, ended.seconds) if self._folders else ended.seconds
         self._folders.append(ended.folder)
         if ended.status is None:
-            self.why_not = f"a run of it was stopped as {self._seconds:.0f} seconds were over"
+            over = f"a run of it was stopped as {self._seconds:.0f} seconds were over"
+            self.why_not = f"{over}; {MORE_TIME}"
         if not ended.recorded:
             return None
         calls = json.loads((ended.folder / FILE).read_text())["calls"]
