@@ -68,6 +68,7 @@ def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[d
     work.mkdir()
     (work / "before.py").write_text(BEFORE.read_text())
     found = {"writable": [str(folder)], "made_up": True, "autocast": True, "quiet": True}
+    found["workers"] = True
     (work / "before.json").write_text(json.dumps(found | settings))
     code = "import runpy, sys\nbefore, folder = sys.argv.pop(1), sys.argv.pop(1)\n"
     code += "runpy.run_path(before, {'FOLDER': folder}, '__before__')\n"
@@ -192,6 +193,23 @@ assert DatasetFolder.__init__.__module__ != "torchvision.datasets"
 open("none.txt")
 """
     assert [one["kind"] for one in run_script(tmp_path, script)] == ["made up"]
+
+
+def test_data_is_loaded_without_processes(tmp_path: Path) -> None:
+    """In a process of its own: it changes torch."""
+    script = """
+from torch.utils.data import DataLoader
+data = list(range(6))
+for loader in (
+    DataLoader(data, 2, num_workers=3, prefetch_factor=2, persistent_workers=True, timeout=9),
+    DataLoader(data, 2, False, None, None, 3),
+    DataLoader(data, batch_size=2, num_workers=0),
+    DataLoader(data, 2),
+):
+    assert loader.num_workers == 0 and [len(batch) for batch in loader] == [2, 2, 2]
+"""
+    seen = run_script(tmp_path, script, workers=False)
+    assert [one["kind"] for one in seen] == ["workers"]
 
 
 def test_autocast_is_off(tmp_path: Path) -> None:

@@ -77,7 +77,6 @@ def test_argparse(tmp_path: Path) -> None:
     assert chosen.full == (*full, "--rate", "0.1")
     assert chosen.small[len(chosen.full) :] == (
         *("--model", "Net-S/8", "--image-size", "128", "--global-batch-size", "4"),
-        *("--num_workers", "0"),
     )
     assert chosen.invented == (
         "data-path: made-up-data_path, a path that is not there",
@@ -133,7 +132,7 @@ def test_hydra(tmp_path: Path) -> None:
         changes="loader.batch_size=16",
     )
     assert chosen.full == ("loader.batch_size=16",)
-    smaller = ("loader.num_workers=0", "training.num_epochs=2", "net.down_dims=[64,128,256]")
+    smaller = ("training.num_epochs=2", "net.down_dims=[64,128,256]")
     assert chosen.small[1:] == smaller
     config = find_config(tmp_path / "train.py", found)
     assert config is not None

@@ -13,6 +13,7 @@ import gzip
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import io
 import json
 import os
@@ -355,6 +356,27 @@ def turn_autocast_off(seen: SeenRun) -> None:
     patched.__init__ = init
 
 
+def load_in_one_process(seen: SeenRun) -> None:
+    """Let data loaders have no processes of their own, and nothing that needs some."""
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader
+    real = loader.__init__
+    place = list(inspect.signature(real).parameters).index("num_workers") - 1
+    without = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
+    without |= {"timeout": 0, "multiprocessing_context": None}
+
+    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("num_workers") or any(args[place - 1 : place]):
+            seen.note("workers", "the processes of data loaders", "none")
+            args = args[: place - 1] + ((0,) if len(args) >= place else ()) + args[place:]
+            changed = {n: v for n, v in without.items() if n in kwargs}
+            kwargs = {**kwargs, **changed}
+        real(self, dataset, *args, **kwargs)
+
+    loader.__init__ = init
+
+
 def send_no_run(seen: SeenRun) -> None:
     """Let runs of wandb go nowhere, whatever mode the script asks for."""
     wandb: Any = importlib.import_module("wandb")
@@ -406,6 +428,8 @@ def prepare() -> SeenRun:
     settings = json.loads(Path(__file__).with_name("before.json").read_text())
     folder = Path(globals().get("FOLDER") or Path(__file__).parent)
     seen = SeenRun(folder, settings["writable"])
+    if not settings["workers"]:
+        load_in_one_process(seen)
     if not settings["autocast"]:
         turn_autocast_off(seen)
     modules = dict(_MODULES) if settings["made_up"] else {}

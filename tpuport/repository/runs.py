@@ -36,7 +36,15 @@ _WHOLE = 0.99
 # What libraries would do unasked: send a run to a service, open a window, shorten a traceback.
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
 _REPORT = "it is more than rounding: please report it with the script"
-_KINDS = ("made up", "refused write", "process", "connection", "autocast off", "hub offline")
+_KINDS = (
+    "made up",
+    "refused write",
+    "process",
+    "connection",
+    "autocast off",
+    "workers",
+    "hub offline",
+)
 
 
 @dataclass(frozen=True)
@@ -101,6 +109,7 @@ def prepare_workspace(project: Repository) -> Workspace:
         "writable": [str(copy)],
         "made_up": wanted.made_up,
         "autocast": wanted.autocast,
+        "workers": wanted.full_size,
         "quiet": "WANDB_MODE" not in os.environ,
     }
     target.with_suffix(".json").write_text(json.dumps(settings))
@@ -263,6 +272,8 @@ def _on_what(result: dict[str, Any]) -> str:
         parts.append(f"on made-up data ({', '.join(made[:2])}{more} could not be read)")
     if result.get("smaller"):
         parts.append(f"with smaller sizes ({', '.join(result['smaller'])})")
+    if result["seen"].get("workers"):
+        parts.append("with data loaded without processes")
     if result["seen"]["autocast off"]:
         parts.append("with autocast off, in the dtypes of the inputs")
     return f", {', '.join(parts)}" if parts else ""

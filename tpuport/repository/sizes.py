@@ -32,7 +32,6 @@ ARGPARSE, GLOBALS, HYDRA, UNKNOWN = "argparse", "globals", "hydra", "unknown"
 # A name, and the largest value with which a few steps of the script show what they are to show.
 _LIMITS = (
     (r"(\w+_)?batch(_size)?(_per_\w+)?|bs", 4),
-    (r"(num_|n_)?(data_|dataloader_)?workers|workers", 0),
     (r"(eval|val|test|valid)\w*_(iters|steps|batches)|(n|num)_eval\w*", 1),
     (r"grad(ient)?_acc\w*|accum(ulation)?_(iter|step)s?|accumulate_grad\w*", 2),
     (r"n_layers?|num_(hidden_)?layers|(num_|n_)?blocks|depth", 2),
