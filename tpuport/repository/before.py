@@ -44,6 +44,8 @@ _CACHES += tuple(
 )
 _PROCESSES = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"}
 _CONNECTIONS = {"socket.connect", "socket.bind"}
+# Python reports much else, each `id()` of a deep copy for one.
+_WATCHED = {"open"} | _CHANGES | _PROCESSES | _CONNECTIONS
 # The layout of the autoencoder of Stable Diffusion, with few channels: an eighth of the size, four
 # channels.
 _AUTOENCODER: dict[str, Any] = {
@@ -102,7 +104,7 @@ class SeenRun:
         Raises:
             PermissionError: a write outside of the folders.
         """
-        if self.busy:
+        if event not in _WATCHED or self.busy:
             return
         if event == "open":
             if isinstance(args[2], int) and args[2] & _WRITES and args[0] is not None:
