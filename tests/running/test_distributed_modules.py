@@ -129,6 +129,9 @@ def ddp_facts() -> dict[str, Any]:
         "loss": loss,
         "name": type(model).__name__,
         "training": model.module.training,
+        # Lightning asks for these when a training ends.
+        "graph": (model.static_graph, model.find_unused_parameters),
+        "advice": model._get_ddp_logging_data().get("can_set_static_graph", False),
         "is": isinstance(model, nn.parallel.DistributedDataParallel),
     }
 

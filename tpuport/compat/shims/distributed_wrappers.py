@@ -65,6 +65,9 @@ def _attributes(original: Any) -> dict[str, Any]:
         self.device_ids = None
         self.dim = 0
         self.require_backward_grad_sync = True
+        # What frameworks ask it for: Lightning at the end of a training.
+        self.static_graph = bool(kwargs.get("static_graph", False))
+        self.find_unused_parameters = bool(kwargs.get("find_unused_parameters", False))
         return None
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,9 +117,14 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
         """Do nothing: there is nothing to communicate."""
         del self, args, kwargs
 
+    def no_data(self: Any) -> dict[str, Any]:
+        """Return what the reducer has logged: there is none."""
+        return {}
+
     hooks = ("register_comm_hook", "_register_comm_hook", "_set_static_graph")
     names = dict.fromkeys((*hooks, "_register_fused_optim"), nothing)
     ours = {"__init__": init, "__call__": call, "no_sync": no_sync, "train": train}
+    ours["_get_ddp_logging_data"] = no_data
     return {**attributes, **names, **ours}
 
 
