@@ -30,6 +30,7 @@ def capture(method: str) -> ModelCapture:
     watching = ModelCapture(trains=True)
     given = {"scale": 2.0} if method == "compute_loss" else {}
     with watching.installed():
+        torch.optim.SGD([*policy.encoder.parameters(), torch.nn.Parameter(torch.ones(99))])
         torch.optim.AdamW(policy.parameters())
         with pytest.raises(SystemExit):
             getattr(policy, method)(batch, **given)

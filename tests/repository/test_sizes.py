@@ -361,6 +361,7 @@ def test_hydra_as_the_repository_starts_it(tmp_path: Path) -> None:
     assert chosen.launched[-2:] == ("data_path=FILL_IN_DATA_PATH", "task@work=FILL_IN_TASK_WORK")
     smaller = ("trainer.devices=1", "trainer.num_nodes=1", "net.n_layers=2")
     assert set(chosen.small[len(chosen.full) :]) == set(smaller)  # a graph keeps its nodes
+    assert set(chosen.single[len(chosen.full) :]) == set(smaller[:2])
     assert chosen.variables == (("ABSENT_VARIABLE", "made-up-absent_variable"),)
     config = find_config(tmp_path / "train.py", found, changes=["task@work=push"])
     assert config is not None

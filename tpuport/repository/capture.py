@@ -44,6 +44,7 @@ class ModelCapture:
     Attributes:
         held: The class of the optimizer that holds a parameter, by its id.
         numbers: How many numbers such a parameter has.
+        groups: The optimizers, each with the parameters that it holds.
         found: The arguments of `tpuport.compile_for`, once the model was called.
         share: How much of what optimizers hold the model has.
     """
@@ -52,6 +53,7 @@ class ModelCapture:
         self.trains = trains
         self.held: dict[int, str] = {}
         self.numbers: dict[int, int] = {}
+        self.groups: list[tuple[Any, dict[int, int]]] = []
         self.found: dict[str, Any] | None = None
         self.share = 1.0
 
@@ -71,9 +73,10 @@ class ModelCapture:
 
         def watched_add(optimizer: Any, group: Any) -> None:
             add(optimizer, group)
-            for parameter in optimizer.param_groups[-1]["params"]:
+            added = optimizer.param_groups[-1]["params"]
+            for parameter in added:
                 capture.held[id(parameter)] = type(optimizer).__name__
-                capture.numbers[id(parameter)] = parameter.numel()
+            capture.add(optimizer, {id(parameter): parameter.numel() for parameter in added})
 
         module_class.__call__, optimizer_class.add_param_group = watched_call, watched_add
         try:
@@ -98,11 +101,28 @@ class ModelCapture:
         if outer is not None:
             module, args, kwargs = outer
         self.found = {"model": module, "inputs": (args, kwargs)}
-        self.share = self._numbers_of(module) / max(1, sum(self.numbers.values()))
+        self.share = self._share_of(module)
         if self.trains:
             module.train()
             self.found |= {"train": loss_of, "optimizer": optimizer}
         raise _CapturedCall(0)
+
+    def add(self, optimizer: Any, numbers: dict[int, int]) -> None:
+        """Note what an optimizer holds."""
+        self.numbers |= numbers
+        known = next((held for one, held in self.groups if one is optimizer), None)
+        if known is None:
+            self.groups.append((optimizer, known := {}))
+        known |= numbers
+
+    def _share_of(self, module: Any) -> float:
+        """Return how much a module has of what one optimizer holds: there may be idle ones."""
+        own = {id(p) for p in module.parameters()}
+        shares = [
+            sum(number for key, number in held.items() if key in own) / max(1, sum(held.values()))
+            for _, held in self.groups
+        ]
+        return max(shares, default=1.0)
 
     def _numbers_of(self, module: Any) -> int:
         return sum(self.numbers.get(id(p), 0) for p in module.parameters())

@@ -357,7 +357,7 @@ def _compile(
     folder.mkdir()
     settings = {
         "script": str(work.copy / entry.path),
-        "arguments": list(project.arguments.full),
+        "arguments": list(project.arguments.single),
         "trains": entry.trains,
         "before": str(work.before),
         "folder": str(folder),

@@ -29,6 +29,8 @@ from tpuport.repository.scripts import StartScript
 # How a script takes its settings: `--key value`; `--key=value` for a global; `key=value`.
 ARGPARSE, GLOBALS, HYDRA, UNKNOWN = "argparse", "globals", "hydra", "unknown"
 
+# How many devices there are to be; a graph has `num_nodes` as well.
+_DEVICES = r"devices|(num_|n_)?gpus|world_size|nproc_per_node|.*trainer\..*num_nodes"
 # A name, and the largest value with which a few steps of the script show what they are to show.
 _LIMITS = (
     (r"(\w+_)?batch(_size)?(_per_\w+)?|bs", 4),
@@ -37,9 +39,8 @@ _LIMITS = (
     (r"n_layers?|num_(hidden_)?layers|(num_|n_)?blocks|depth", 2),
     (r"block_size|(max_)?(seq|sequence|context)_?(len|length)", 64),
     (r"(num_|n_|max_)?epochs?", 2),
-    (r"devices|(num_|n_)?gpus|world_size|nproc_per_node", 1),
-    # By the whole name: elsewhere these are numbers of samples, or of a graph's nodes.
-    (r".*trainer\..*num_nodes", 1),
+    (_DEVICES, 1),
+    # By the whole name: elsewhere it is a number of samples.
     (r"(.*[._])?(runner|rollout|env|envs)\.(n|num)_(train|test|envs|episodes)(_vis)?", 1),
 )
 _HEADS = re.compile(r"n_heads?|num_(attention_)?heads|nheads?")
@@ -212,6 +213,7 @@ class ChosenArguments:
     Attributes:
         full: Arguments with the sizes of the script.
         small: The same with small sizes.
+        single: Those of `full` for one device, which is what this machine has.
         changed: The settings that `small` changes: `name: from what to what`.
         invented: The settings that got a value, as `name: value, where it is from`.
         lacking: Required settings for which nothing was found, with what they may be.
@@ -230,6 +232,7 @@ class ChosenArguments:
     blanks: tuple[Blank, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     started: bool = False
+    single: tuple[str, ...] = ()
 
 
 def choose_arguments(
@@ -277,10 +280,12 @@ def choose_arguments(
     for one in filled:
         full += settings.words(one.option.name, one.value)
         launched += settings.words(one.option.name, one.blank.variable if one.blank else one.value)
-    small, changed = [*full], []
+    small, changed, single = [*full], [], [*full]
     for option, value in _smaller(_with_values(settings, started)):
         if not settings.is_in(option, named):
-            small += settings.words(option.name, value)
+            words = settings.words(option.name, value)
+            small += words
+            single += words if _is_named(option, _DEVICES) else []
             changed.append(f"{option.name}: {option.default} to {value}")
     invented = [f"{one.option.name}: {one.value}, {one.source}" for one in filled]
     absent = [name for name in settings.variables if name not in os.environ]
@@ -293,6 +298,7 @@ def choose_arguments(
         *(settings.in_order(full), settings.in_order(small)),
         *(tuple(changed), tuple(invented), tuple(lacking)),
         *(settings.in_order(launched), tuple(blanks), variables, bool(started)),
+        settings.in_order(single),
     )
 
 
@@ -445,8 +451,12 @@ def _is_count(value: Any) -> bool:
 
 
 def _limit(option: Option) -> int | None:
-    names = (option.key, option.name)
-    return next((n for name, n in _LIMITS if any(re.fullmatch(name, one) for one in names)), None)
+    return next((most for name, most in _LIMITS if _is_named(option, name)), None)
+
+
+def _is_named(option: Option, pattern: str) -> bool:
+    """Return whether a pattern is of the last part of a setting's name, or of all of it."""
+    return any(re.fullmatch(pattern, one) for one in (option.key, option.name))
 
 
 def _smallest_name(name: str, names: frozenset[str]) -> str:
