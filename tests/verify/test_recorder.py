@@ -2,6 +2,7 @@
 
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -10,16 +11,23 @@ from tpuport.verify.recorder import StepRecorder
 
 def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
     """A port holds copies and proxies of the modules that it runs as programs."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-    copy = torch.nn.Linear(2, 3)
-    copy.weight, copy.bias = model[0].weight, model[0].bias
-    norm = torch.nn.BatchNorm1d(3)
-    norm.weight, norm.bias = model[1].weight, model[1].bias
-    proxy = weakref.proxy(model[1])
+    model: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    copy: Any = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    part: Any = torch.nn.Linear(2, 3)
+    for name, parameter in model.named_parameters():
+        place, _, last = name.partition(".")
+        setattr(copy[int(place)], last, parameter)
+    part.weight = model[0].weight
+    outer: Any = torch.nn.Module()
+    outer.net = model
+    wrapper: Any = torch.nn.Module()  # it may be there in one of two runs
+    wrapper.module = torch.nn.Module()
+    wrapper.module.module = outer
+    proxy = weakref.proxy(model)
     recorder = StepRecorder(tmp_path, "trained", 1)
     recorder.before_step(torch.optim.SGD(model.parameters()))
-    assert set(recorder.names.values()) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert {name for name in recorder.buffers if "running" in name} == {
-        *("1.running_mean", "1.running_var"),
-    }
-    del copy, norm, proxy
+    expected = {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
+    assert set(recorder.names.values()) == expected
+    running = {name for name in recorder.buffers if "running" in name}
+    assert running == {"net.1.running_mean", "net.1.running_var"}
+    del copy, part, proxy, wrapper

@@ -133,7 +133,7 @@ class StepRecorder:
     def name(self, optimizer: Optimizer) -> None:
         """Find the names of an optimizer's parameters, and the buffers beside them.
 
-        The module counts that holds most of them: a port has copies of modules inside.
+        The outermost module counts that holds most of them: a port has copies of those inside.
         """
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         # The class alone is asked: some objects warn if their `__class__` is read.
@@ -141,7 +141,7 @@ class StepRecorder:
         modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
         inner = {id(child) for module in modules for child in module.children()}
         roots: list[tuple[torch.nn.Module, dict[int, str]]] = []
-        for root in (module for module in modules if id(module) not in inner):
+        for root in (unwrapped(module) for module in modules if id(module) not in inner):
             named = {id(p): name for name, p in root.named_parameters() if id(p) in held}
             if named:
                 roots.append((root, named))
@@ -196,6 +196,13 @@ class StepRecorder:
             key: [list(p.shape), str(p.dtype), p.requires_grad] for key, p in self.parameters(index)
         }
         return {"class": type(optimizer).__name__, "groups": groups, "parameters": parameters}
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside of wrappers, such as those that are for several devices."""
+    inside = module._modules.get("module")
+    alone = len(module._modules) == 1 and not module._parameters and not module._buffers
+    return unwrapped(inside) if inside is not None and alone else module
 
 
 def run_script(script: str) -> None:
