@@ -285,6 +285,8 @@ def _apart(mine: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> floa
     """Return the norm of a difference, relative to that of `scale`."""
     a, b = mine.double(), other.double()
     difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm()
+    if not difference:  # the same infinity has moved by no number
+        return 0.0
     size = max(float(scale.double().norm()), torch.finfo(torch.float32).eps * float(a.norm()))
     return float(difference) / size if size else float(difference > 0)
 

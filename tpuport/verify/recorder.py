@@ -97,6 +97,8 @@ class StepRecorder:
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Record the parameters and gradients that an optimizer's first step begins with."""
+        if any(self.is_alias(optimizer, known) for known in self.optimizers):
+            return
         if self.disturbed:
             self.disturb(optimizer)
         if any(optimizer is known for known in self.optimizers):
@@ -111,6 +113,11 @@ class StepRecorder:
         if 0 < self.enough <= len(self.optimizers):
             raise EnoughSteps
 
+    @staticmethod
+    def is_alias(optimizer: Optimizer, known: Optimizer) -> bool:
+        """Return whether an optimizer stands for another one, as Lightning's do: both may step."""
+        return optimizer is not known and optimizer.param_groups is known.param_groups
+
     def disturb(self, optimizer: Optimizer) -> None:
         """Add rounding of the size of the largest gradient to all gradients."""
         held = [p for group in optimizer.param_groups for p in group["params"]]
@@ -123,6 +130,8 @@ class StepRecorder:
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Count a step, and stop the script after the last one."""
+        if any(self.is_alias(optimizer, known) for known in self.optimizers):
+            return
         self.losses.append(self.since_step)
         self.since_step = []
         index = next(i for i, known in enumerate(self.optimizers) if known is optimizer)
