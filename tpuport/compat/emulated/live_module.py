@@ -9,6 +9,7 @@ import torch
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, view_of
+from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, PortError, TpuportError
@@ -30,7 +31,6 @@ from tpuport.tracing.core import arguments
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.module_changes import (
-    changed_numbers,
     differences,
     frame_of,
     key_of,
@@ -69,7 +69,7 @@ class LiveModel(PortedModel):
         self._wanted: gradients.Wanted | None = None
         self._saved_inputs: dict[Any, tuple[frozenset[str], frozenset[int]]] = {}
         self._compared: gradients.DifferentiatedCall | None = None
-        self._changed_numbers: set[str] = set()
+        self._script_numbers = ScriptNumbers()
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
         self._left = LeftTensors()
@@ -125,6 +125,9 @@ class LiveModel(PortedModel):
             try:
                 out = self._call_at_length(method, args, kwargs)
             except Exception as error:
+                if self._script_numbers.fixed_for(error, self._tracer.numbers, self.buffers):
+                    self._frame = None
+                    return self.call(method, args, kwargs)
                 if after_error.is_of_the_code(error, (args, kwargs)):
                     after_error.repeat(self, self._user, method, args, kwargs)
                 raise
@@ -260,11 +263,7 @@ class LiveModel(PortedModel):
 
         A number that changes a second time becomes an input of the program.
         """
-        again = [
-            name
-            for name in changed_numbers(self._tree, tree)
-            if name in self._changed_numbers or self._changed_numbers.add(name)
-        ]
+        again = self._script_numbers.again(self._tree, tree)
         for name in again:
             self._promote_number(name, tree.values[name])
             self._state_changes[name] = self._state_changes.get(name, 0) + 1

@@ -72,7 +72,7 @@ from tpuport.tracing.state.module_state import (
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 _MAX_ATTEMPTS = 40
-_NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
+NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
 
 
 @dataclass
@@ -189,7 +189,7 @@ class Tracer:
             What to raise if that attempt fails, too; None if it is not like this one.
         """
         if isinstance(error, PortError):
-            needs, found = error.code in _NEEDS_VALUE, self._placed(error, request.method)
+            needs, found = error.code in NEEDS_VALUE, self._placed(error, request.method)
         elif not self.dynamic or isinstance(error, UsageError):
             raise error
         else:

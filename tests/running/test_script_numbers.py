@@ -1,0 +1,74 @@
+"""Numbers on modules that a script changes between calls, where the code needs their values."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.compat.emulated.programs import PortWarning, programs
+
+
+class Grows(nn.Module):
+    """Uses more layers at each stage, as progressive training does."""
+
+    def __init__(self):
+        super().__init__()
+        self.stage, self.alpha = 0, 0.0
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(4))
+        for number in range(4):
+            setattr(self, f"head{number}", nn.Linear(2, 2))
+
+
+class Ranges(Grows):
+    def forward(self, x):
+        for index in range(self.stage + 1):
+            x = self.layers[index](x)
+        return x * self.alpha
+
+
+class Names(Grows):
+    def forward(self, x):
+        return getattr(self, f"head{self.stage}")(x) * self.alpha
+
+
+class Indexes(Grows):
+    def forward(self, x):
+        return self.layers[self.stage](x) * self.alpha
+
+
+def trained(kind, device):
+    torch.manual_seed(0)
+    net = kind().to(device)
+    optimizer, found = torch.optim.SGD(net.parameters(), 0.1), []
+    for stage in (0, 0, 1, 1, 2, 3, 3, 0, 1):
+        net.stage = stage
+        loss = net(torch.ones(2, device=device)).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("kind", [Ranges, Names, Indexes])
+def test_a_stage_that_a_script_raises_is_one_program_for_each(kind):
+    expected = trained(kind, "cpu")
+    with tpuport.porting(), warnings.catch_warnings():
+        warnings.simplefilter("error", PortWarning)
+        assert trained(kind, "cuda") == pytest.approx(expected, rel=1e-5)
+        (program,) = programs()
+        # Three more stages, and the trace that showed that code needs the number.
+        assert len(program.report.retraces) == 4
+
+
+def test_a_number_that_only_values_depend_on_is_an_input():
+    net = Indexes()
+    with tpuport.porting():
+        net.to("cuda")
+        for step in range(9):
+            net.alpha = step / 10
+            net(torch.ones(2, device="cuda"))
+        (program,) = programs()
+        assert len(program.report.retraces) == 2

@@ -1,0 +1,49 @@
+"""Numbers on modules that a script changes between calls: `net.alpha = step / 1000`."""
+
+from typing import Any
+
+from tpuport.foundation.errors import PortError
+from tpuport.tracing.guards.module_changes import changed_numbers
+from tpuport.tracing.session.tracer import NEEDS_VALUE
+from tpuport.tracing.state.module_state import StateTree
+
+
+class ScriptNumbers:
+    """The numbers that a script changes.
+
+    One that changes a second time becomes an input of the program, so that it is compiled once. If
+    the code needs its value, as `self.layers[self.stage]` does, it is a part of programs for good.
+    """
+
+    def __init__(self) -> None:
+        self._changed: set[str] = set()
+        self._inputs: set[str] = set()
+        self._fixed: set[str] = set()
+
+    def again(self, before: StateTree, after: StateTree) -> list[str]:
+        """Return the names of the numbers that become inputs, as they have changed before."""
+        found = [name for name in changed_numbers(before, after) if name not in self._fixed]
+        known = [name for name in found if name in self._changed]
+        self._changed.update(found)
+        self._inputs.update(known)
+        return known
+
+    def fixed_for(self, error: Exception, numbers: set[str], values: dict[str, Any]) -> bool:
+        """Make inputs parts of the programs again if a refusal says that code needs their values.
+
+        Args:
+            error: what a call of the program raised.
+            numbers: the names of all numbers that are inputs, which are changed.
+            values: their values by name, which are changed.
+
+        Returns:
+            Whether there was one, so that the call may succeed now.
+        """
+        if not isinstance(error, PortError) or error.code not in NEEDS_VALUE:
+            return False
+        names, self._inputs = self._inputs & numbers, set()
+        self._fixed |= names
+        numbers -= names
+        for name in names:
+            del values[name]
+        return bool(names)
