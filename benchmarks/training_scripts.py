@@ -25,6 +25,7 @@ from tpuport.foundation.errors import ParityError, PortError
 
 HEAD = '''
 import copy
+import io
 
 import torch
 import torch.nn.functional as F
@@ -246,6 +247,32 @@ x = x[:3]
 x = x.clone().requires_grad_(True)
 
 x = x.t().contiguous().t()
+
+next(net.parameters()).register_hook(lambda g: g * 2)
+
+buffer = io.BytesIO()
+torch.save(net.state_dict(), buffer)
+buffer.seek(0)
+saved = torch.load(buffer)
+
+flat = nn.utils.parameters_to_vector(net.parameters())
+nn.utils.vector_to_parameters(flat * 0.99, net.parameters())
+
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+scheduler.step()
+
+optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, device=device))]})
+
+for m in net.modules():
+    if isinstance(m, nn.BatchNorm1d): m.eval()
+
+for p in net.parameters(): p.grad = None if p.grad is None else p.grad * 0.5
+
+net.l1 = LAYER
+
+other = other or copy.deepcopy(net)
+
+other = other or nn.Sequential(nn.Linear(4, 4), net.l0).to(device)
 """)
 _CALLS = listed("""
 out = net(x)
@@ -275,6 +302,15 @@ first = net(x)
 out = net(x * 0.5)
 
 out = torch.utils.checkpoint.checkpoint(net, x, use_reentrant=False)
+
+out = head((other or net)(head(net(x))))
+
+out = head(net(x)).mul(2).add_(1)
+
+out = torch.stack([head(net(x)) for _ in range(2)]).mean(0)
+
+out = net(x)
+out = out if head(out) is not out else torch.cat([out, x])
 """)
 _LOSSES = listed("""
 loss = total(out)
@@ -290,6 +326,21 @@ loss = total(out) * 0.5 + (total(first) if first is not None else 0)
 loss = F.mse_loss(head(out), torch.zeros_like(head(out)))
 
 loss = None
+
+with torch.no_grad(): target = head((ema or net)(x * 0.9))
+loss = F.mse_loss(head(out)[:3], target[:3])
+
+loss = F.cross_entropy(head(out), torch.arange(len(head(out)), device=device) % 4)
+
+a, b = head(out), head(net(x * 0.9))
+loss = F.cross_entropy(a[:3] @ b[:3].t(), torch.arange(3, device=device))
+
+z = (x.detach() * 0.9).requires_grad_(True)
+slopes = torch.autograd.grad(head(net(z)).sum(), z, create_graph=True)[0]
+loss = (slopes.norm(dim=1) - 1).square().mean() + total(out)
+
+noise = torch.linspace(0, 0.1, 4, device=device)
+loss = total(out) - 0.1 * head(net(x + noise)).sigmoid().log().mean()
 """)
 _ENDS = listed("""
 optimizer.zero_grad(); backward(loss); optimizer.step()
@@ -307,6 +358,23 @@ optimizer.step(); optimizer.zero_grad()
 wanted = [p for p in net.parameters() if p.requires_grad]
 if differentiable(loss):
     grads = torch.autograd.grad(loss, wanted, allow_unused=True)
+
+def closure():
+    optimizer.zero_grad()
+    value = total(net(x)) * 0.1
+    backward(value)
+    return value
+optimizer.step(closure)
+
+optimizer.zero_grad()
+for part in (0.5, 0.25):
+    backward(loss * part if differentiable(loss) else None, retain_graph=True)
+optimizer.step()
+
+backward(loss)
+for p in net.parameters():
+    if p.grad is not None: p.data.add_(p.grad, alpha=-0.05)
+net.zero_grad()
 """)
 
 
@@ -416,35 +484,45 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def run(source: str, steps: list[str], device: str, path: Path) -> list[tuple[str, Any]]:
+def run(
+    source: str, steps: list[str], device: str, path: Path, dtype: torch.dtype = torch.float32
+) -> list[tuple[str, Any]]:
     """Run a script on a device and return what it sees; an exception of a step ends it."""
     path.write_text(source)
     names: dict[str, Any] = {"__name__": "script", "__file__": str(path)}
     exec(compile(source, path, "exec"), names)
     torch.manual_seed(0)
-    net = names["Net"]().to(device)
+    net = names["Net"]().to(device, dtype)
     names |= {
         "net": net,
         "device": device,
         "handles": [],
         "saved": None,
         "ema": None,
+        "other": None,
         "first": None,
     }
     names |= {"head": head, "total": total, "auxiliary": auxiliary, "backward": backward}
     names |= {"differentiable": differentiable, "grads": None, "out": None}
     names["optimizer"] = torch.optim.SGD([*net.parameters(), torch.ones(1)], 0.1)
     seen: list[tuple[str, Any]] = []
+    with _default_dtype(dtype):
+        _run_steps(steps, names, seen)
+    return seen
+
+
+def _run_steps(steps: list[str], names: dict[str, Any], seen: list[tuple[str, Any]]) -> None:
     for number, step in enumerate(steps):
-        names["x"] = (torch.linspace(-1, 1, 20).reshape(5, 4) + 0.1 * number).to(device)
+        names["x"] = (torch.sin(torch.arange(20.0) * 1.7 + number).reshape(5, 4)).to(
+            names["device"]
+        )
         names["first"] = names["grads"] = None
         try:
             exec(step, names)
         except Exception as error:
             seen.append((f"step {number}", error))
-            return seen
+            return
         seen += _looked_at(f"step {number}", names)
-    return seen
 
 
 def _looked_at(when: str, names: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -453,7 +531,7 @@ def _looked_at(when: str, names: dict[str, Any]) -> list[tuple[str, Any]]:
     seen["kind of result"] = type(out).__name__
     seen |= {f"gradient {number}": value for number, value in enumerate(names["grads"] or ())}
     seen["gradient of x"] = x.grad if x.is_leaf else None
-    for model in ("net", "ema"):
+    for model in ("net", "ema", "other"):
         held = names[model]
         if held is not None:
             seen |= {f"{model}.{name}": value for name, value in held.state_dict().items()}
@@ -524,8 +602,8 @@ def _is_rounding(
     """Return whether eager PyTorch in float32 is about as far from float64 as the port is."""
     if want.shape != have.shape:
         return False
-    with _default_dtype(torch.float64):
-        exact = run(source, [s.replace(".float()", ".double()") for s in steps], "cpu", path)
+    doubled = [step.replace(".float()", ".double()") for step in steps]
+    exact = run(source, doubled, "cpu", path, torch.float64)
     true = exact[index][1][0].double()
     return bool(((have - true).abs() <= 8 * (want - true).abs().max() + 1e-5).all())
 
