@@ -1,13 +1,18 @@
 """What the recorder calls the parameters of a script."""
 
+import json
+import os
 import weakref
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from tpuport.verify import processes
 from tpuport.verify.compare import _apart
-from tpuport.verify.recorder import StepRecorder
+from tpuport.verify.processes import EAGER, VerifiedScript
+from tpuport.verify.recorder import StepRecorder, WrittenPaths
 
 
 def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
@@ -51,3 +56,38 @@ def test_the_same_infinity_is_no_difference() -> None:
     infinite = torch.tensor([float("inf"), 1.0])
     assert _apart(infinite, infinite.clone(), infinite.double() - infinite.double()) == 0.0
     assert not _apart(infinite, -infinite, infinite.double() - infinite.double()) == 0.0
+
+
+def test_what_somebody_else_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files and empty folders are moved or removed only if the run itself made them."""
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "log.txt").write_text("before")
+    (out := tmp_path / "out").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def run_guarded(command: Any, **_: Any) -> int:
+        settings = json.loads(Path(command[-2]).read_text())
+        written = WrittenPaths(Path(settings["folder"]) / settings["written"])
+        for name in ("ours", "ours/part", "theirs"):
+            Path(name).mkdir()
+        for name in ("ours", "ours/part"):
+            written.watch("os.mkdir", (name, 0o777, -1))
+        for name in ("ours.pt", "theirs.pt", "log.txt", "ours/tmp.pt", "ours/theirs.pt"):
+            Path(name).write_text(name)
+            wanted = os.O_RDONLY if "theirs" in name else os.O_WRONLY | os.O_CREAT
+            written.watch("open", (name, "", wanted))
+        written.watch("os.rename", ("ours", "last", -1, -1))
+        Path("ours").rename("last")
+        return 0
+
+    monkeypatch.setattr(processes, "run_guarded", run_guarded)
+    ended = processes.run(VerifiedScript(Path("train.py")), EAGER, out)
+    files = out / EAGER / "files"
+    moved = {str(p.relative_to(files)) for p in files.rglob("*") if p.is_file()}
+    assert moved == {"ours.pt", "last/tmp.pt", "log.txt"}
+    assert (ended.overwritten, sorted(ended.left)) == (
+        ("log.txt",),
+        ["last/theirs.pt", "theirs.pt"],
+    )
+    stay = {str(p) for p in Path().rglob("*") if "out" not in p.parts}
+    assert stay == {"train.py", "log.txt", "theirs", "theirs.pt", "last", "last/theirs.pt"}

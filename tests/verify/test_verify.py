@@ -35,6 +35,7 @@ from tpuport.verify.processes import FinishedRun, VerifiedScript
 from tpuport.verify.recorder import StepRecorder
 
 TRAIN = """
+import subprocess
 import sys
 import numpy as np
 import torch
@@ -66,6 +67,7 @@ for step in range(30):
     if step == 1:
         torch.save(net.state_dict(), "out.pt")
         np.save("out.npy", net.head.weight.detach().cpu().numpy())
+        subprocess.run(["touch", "other.pt"])  # as somebody else may, meanwhile
 """
 GAN = """
 import os
@@ -123,7 +125,9 @@ def test_a_script_that_agrees(verified):
     }
     assert "gradients of step 1" in (folder / "report.html").read_text()
     # What the runs wrote is in the folder of the results, and nowhere else.
-    assert {path.name for path in folder.iterdir()} == {"train.py", "report.html", "verify-train"}
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"train.py", "report.html", "verify-train", "other.pt"}
+    assert any("not compared: other.pt." in note for note in found["notes"])
 
 
 def edit_tensors(folder: Path, key: str, change: Any) -> None:

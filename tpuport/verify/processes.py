@@ -24,6 +24,8 @@ KILLED = "It was killed: most likely memory ran out."
 MORE_TIME = "more time may tell"
 # A file that the recorder leaves once the script has called `backward()`, however it ends.
 TRAINED = "trained"
+# Where the recorder lists the paths that the script writes.
+WRITTEN = "written.jsonl"
 # The file by which a folder is known to be one of ours.
 RESULT = "verify.json"
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()", "run", "--quiet")
@@ -65,12 +67,14 @@ class FinishedRun:
         folder: Where its recordings, its output and its files are.
         status: Its exit status; None if it was stopped after its time.
         overwritten: The files that it changed.
+        left: New files that are not known to be its own, which stay where they are.
         seconds: What it took.
     """
 
     folder: Path
     status: int | None
     overwritten: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
     seconds: float = 0.0
 
     @property
@@ -111,8 +115,8 @@ def run(
 ) -> FinishedRun:
     """Run the script and gather what it recorded and wrote.
 
-    New files below the current folder and the script's are moved away, so that the second run
-    begins as the first did.
+    New files below the current folder and the script's that it wrote are moved away, so that the
+    second run begins as the first did. What others write there meanwhile stays.
 
     Args:
         what: The script.
@@ -131,6 +135,7 @@ def run(
     wanted |= {
         "folder": str(folder),
         "trained": TRAINED,
+        "written": WRITTEN,
         "optimizers": 0,
         "around": [],
         **(settings or {}),
@@ -151,11 +156,13 @@ def run(
             environment={"PYTHONHASHSEED": str(what.seed), **what.environment},
         )
     took = time.monotonic() - started
-    overwritten = _gather(roots, before, _files(roots, out.resolve()), folder / "files")
+    written = written_paths(folder / WRITTEN)
+    after = _files(roots, out.resolve())
+    changed, left = _gather(roots, before, after, written, folder / "files")
     for made in sorted(_folders(roots, out.resolve()) - folders, reverse=True):
-        if not any(made.iterdir()):
+        if made in written and not any(made.iterdir()):
             made.rmdir()
-    return FinishedRun(folder, status, overwritten, took)
+    return FinishedRun(folder, status, changed, left, took)
 
 
 def _command(what: VerifiedScript, side: str, script: Path) -> list[str]:
@@ -193,23 +200,49 @@ def _folders(roots: Sequence[Path], out: Path) -> set[Path]:
     return found
 
 
+def written_paths(file: Path) -> set[Path]:
+    """Return the paths that a run wrote, with those that what it wrote was renamed to."""
+    written: set[Path] = set()
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in lines:
+        try:
+            paths = [Path(path) for path in json.loads(line)]
+        except ValueError:  # the run was stopped while it wrote
+            continue
+        old, new = (path.parent.resolve() / path.name for path in (paths[0], paths[-1]))
+        if len(paths) == 1:
+            written.add(new)
+        else:
+            written |= {new / path.relative_to(old) for path in written if path.is_relative_to(old)}
+    return written
+
+
 def _gather(
     roots: Sequence[Path],
     before: dict[Path, tuple[int, int]],
     after: dict[Path, tuple[int, int]],
+    written: set[Path],
     to: Path,
-) -> tuple[str, ...]:
-    """Move new files and copy changed ones; return the names of the changed ones."""
-    overwritten = []
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Move new files that a run wrote, and copy changed ones.
+
+    Returns:
+        The names of the changed ones, and of new ones that somebody else may have written.
+    """
+    overwritten, left = [], []
     for path, seen in after.items():
         if before.get(path) == seen:
             continue
         root = next(r for r in roots if path.is_relative_to(r))
-        target = to / path.relative_to(root)
+        name = str(path.relative_to(root))
+        if path not in written:
+            left += [] if path in before else [name]
+            continue
+        target = to / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if path in before:
-            overwritten.append(str(path.relative_to(root)))
+            overwritten.append(name)
             shutil.copy2(path, target)
         else:
             shutil.move(path, target)
-    return tuple(overwritten)
+    return tuple(overwritten), tuple(left)

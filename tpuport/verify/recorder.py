@@ -7,6 +7,7 @@ script, such as other arithmetic, the settings name as `module:function`.
 """
 
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -28,6 +29,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+# What Python reports of writes, and which of the arguments are the paths.
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_MADE = {"os.mkdir": 0, "os.truncate": 0, "os.link": 1, "sqlite3.connect": 0}
 
 
 class EnoughSteps(BaseException):
@@ -207,6 +212,60 @@ class StepRecorder:
         return {"class": type(optimizer).__name__, "groups": groups, "parameters": parameters}
 
 
+class WrittenPaths:
+    """A list of the files and folders that this process and its forks write, in the order of time.
+
+    Args:
+        file: Where it goes, a line in JSON for each: a path, or two of what was renamed.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = str(file)
+        self.known: set[str] = set()
+
+    def install(self) -> None:
+        """Watch what Python reports, and what writes files without a word to it."""
+        sys.addaudithook(self.watch)
+        torch.save = torch.serialization.save = self.noted(torch.save, "f", 1)
+        torch.jit.save = self.noted(torch.jit.save, "f", 1)
+        for name in ("safetensors", "safetensors.torch", "safetensors.numpy"):
+            module: Any = importlib.import_module(name)
+            module.serialize_file = self.noted(module.serialize_file, "filename", 1)
+
+    def watch(self, event: str, args: tuple[Any, ...]) -> None:
+        """Note what an event of `sys.addaudithook` says is written."""
+        if event == "open":
+            if isinstance(args[2], int) and args[2] & _WRITES:
+                self.note(args[0])
+        elif event == "os.rename":
+            self.note(*args[:2])
+        elif event in _MADE:
+            self.note(args[_MADE[event]])
+
+    def noted(self, function: Callable[..., Any], name: str, position: int) -> Callable[..., Any]:
+        """Return a function that also notes the file that it is to write."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.note(args[position] if len(args) > position else kwargs.get(name))
+            return function(*args, **kwargs)
+
+        return call
+
+    def note(self, *paths: Any) -> None:
+        """Write down a path, or the old and the new one of what is renamed."""
+        if not all(isinstance(path, (str, bytes, os.PathLike)) for path in paths):
+            return
+        full = [os.path.abspath(os.fsdecode(path)) for path in paths]
+        line = json.dumps(full)
+        if self.file in full or (len(full) == 1 and line in self.known):
+            return
+        self.known.add(line)
+        # Should the disk be full, nothing is known of the file, and it stays where it is.
+        with contextlib.suppress(OSError), open(self.file, "a") as file:
+            file.write(line + "\n")
+
+
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside of wrappers, such as those that are for several devices."""
     inside = module._modules.get("module")
@@ -248,6 +307,7 @@ def record() -> None:
         optimizers=settings["optimizers"],
     )
     recorder.install()
+    WrittenPaths(Path(settings["folder"]) / settings["written"]).install()
     if settings["before"]:
         runpy.run_path(settings["before"], {"FOLDER": settings["folder"]}, "__before__")
     sys.argv = sys.argv[2:]

@@ -304,6 +304,14 @@ def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) ->
     if eager.overwritten:
         names = ", ".join(eager.overwritten[:3])
         notes.append(f"The first run changed files that the second one found changed: {names}.")
+    if eager.left:
+        names = ", ".join(eager.left[:3])
+        names += f" and {len(eager.left) - 3} more" if len(eager.left) > 3 else ""
+        notes.append(
+            f"New files stay where they are and were not compared: {names}. Somebody else may have"
+            " written them, or a program or library that the script uses; if so, the second run"
+            " found them."
+        )
     record = json.loads((eager.folder / "record.json").read_text())
     if not record["optimizers"]:
         notes.append("No optimizer made a step: only written files were compared.")
