@@ -91,3 +91,26 @@ def test_what_somebody_else_writes_stays(tmp_path: Path, monkeypatch: pytest.Mon
     )
     stay = {str(p) for p in Path().rglob("*") if "out" not in p.parts}
     assert stay == {"train.py", "log.txt", "theirs", "theirs.pt", "last", "last/theirs.pt"}
+
+
+def test_options_that_imports_need_are_for_both_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import not_installed")
+    monkeypatch.chdir(tmp_path)
+    options = ("--absent=not_installed", "--eager=Net", "--absent", "another", "--no-verify")
+    (out := tmp_path / "out").mkdir()
+    commands: list[list[str]] = []
+
+    def run_guarded(command: Any, **_: Any) -> int:
+        commands.append(command[command.index("run") + 1 : -3] if "run" in command else command)
+        return 0
+
+    monkeypatch.setattr(processes, "run_guarded", run_guarded)
+    for side in (EAGER, processes.PORTED):
+        processes.run(VerifiedScript(script, options=options), side, out)
+    eager, ported = commands
+    shared = ["--absent=not_installed", "--absent", "another"]
+    assert eager == ["--quiet", "--no-port", "--no-rewrite", *shared]
+    assert ported == ["--quiet", "--path", str(tmp_path), *options]

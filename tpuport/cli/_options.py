@@ -98,8 +98,8 @@ RunOptions = Annotated[
         "--run-option",
         metavar="OPTION",
         rich_help_panel="Runs",
-        help="An option of `tpuport run` for the ported run: --run-option=--eager=CLASS. May be "
-        "repeated.",
+        help="An option of `tpuport run` for the ported run: --run-option=--eager=CLASS; --absent "
+        "is for all runs. May be repeated.",
     ),
 ]
 ScriptArguments = Annotated[

@@ -29,6 +29,8 @@ WRITTEN = "written.jsonl"
 # The file by which a folder is known to be one of ours.
 RESULT = "verify.json"
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()", "run", "--quiet")
+# The option of `tpuport run` that changes what an import finds, and not what is computed.
+_ABSENT = "--absent"
 _SKIPPED = {".git", ".hg", "__pycache__", ".venv", "node_modules", "site-packages"}
 _TAIL = 25
 
@@ -43,7 +45,8 @@ class VerifiedScript:
         steps: The number of optimizer steps after which it is stopped.
         seed: The seed of Python, numpy and torch before it starts.
         plain: Whether the reference is plain Python, without CUDA being emulated.
-        options: Options of `tpuport run` for the ported run.
+        options: Options of `tpuport run` for the ported run; `--absent` is for all runs in which
+            CUDA is emulated.
         before: A Python file that each run executes before the script, under the name
             `__before__`, with the folder of the run as `FOLDER`.
         environment: Variables for all runs.
@@ -168,7 +171,20 @@ def run(
 def _command(what: VerifiedScript, side: str, script: Path) -> list[str]:
     if side == PORTED:
         return [*_TPUPORT, "--path", str(script.parent), *what.options]
-    return [sys.executable] if what.plain else [*_TPUPORT, "--no-port", "--no-rewrite"]
+    if what.plain:
+        return [sys.executable]
+    return [*_TPUPORT, "--no-port", "--no-rewrite", *_for_all_runs(what.options)]
+
+
+def _for_all_runs(options: Sequence[str]) -> list[str]:
+    """Return the options, with their values, without which a script's imports fail everywhere."""
+    found: list[str] = []
+    for index, option in enumerate(options):
+        if option == _ABSENT:
+            found += options[index : index + 2]
+        elif option.startswith(f"{_ABSENT}="):
+            found.append(option)
+    return found
 
 
 def _roots(folders: Sequence[Path]) -> list[Path]:
