@@ -86,6 +86,21 @@ COMPILED = {
 }
 
 
+_OWN = Path(runs.__file__).parents[1] / "compat" / "device.py"
+REFUSED = """  File "train.py", line 6, in main
+    graph = torch.cuda.CUDAGraph()
+tpuport.foundation.errors.UsageError: train.py:6: no graphs. What to do: call the function itself
+"""
+RAISED = f"""  File "train.py", line 6, in main
+    x.cuda(3)
+  File "{_OWN}", line 9, in cuda
+    raise RuntimeError(ordinal)
+RuntimeError: invalid device ordinal
+"""
+# What torch finds wrong with the script's own tensors, below a wrapper of ours.
+PASSED_ON = RAISED.replace("raise RuntimeError(ordinal)", "return function(*args)")
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     root = tmp_path / "their repo"
@@ -242,6 +257,17 @@ def test_what_only_rounding_allows_is_said(
             "needs you",
             "fails in eager PyTorch, before anything is ported: ModuleNotFoundError",
         ),
+        (
+            Finished(2, "", REFUSED),
+            "needs you",
+            "stops the script before anything is ported: tpuport.",
+        ),
+        (
+            Finished(2, "", RAISED),
+            "needs you",
+            "tpuport, which stands in for CUDA, stops the script",
+        ),
+        (Finished(2, "", PASSED_ON), "needs you", "The script fails in eager PyTorch"),
         (Finished(2, "", f"3 steps\n{KILLED}"), "needs you", "ported. It was killed: most likely"),
         (Finished(1, json.dumps({"failure": "boom"}), ""), "failed", "fails when it is ported"),
         (
@@ -297,6 +323,10 @@ def test_what_a_run_came_to(
     assert ("&lt;note&gt;" in page) == ("no time" in page) == ("no time" in ended.output)
     if "zarr" in ended.tail:
         assert found["next"] == "install zarr"
+    elif ended.tail == REFUSED:
+        assert found["next"] == "call the function itself"
+    elif ended.tail == RAISED:
+        assert "please report it" in found["next"]
     elif "undecided" in ended.output:
         assert ("--minutes" in found["next"]) == (MORE_TIME in found["answer"])
     elif KILLED in ended.tail:

@@ -30,12 +30,14 @@ from tpuport.verify.hub import OFFLINE
 from tpuport.verify.processes import KILLED, MORE_TIME, TRAINED
 
 _WORK = "work"
+_PACKAGE = Path(__file__).parents[1]
 _TRIALS = 4
 # Less of what the optimizer trains is a part of the model, and said to be one.
 _WHOLE = 0.99
 # What libraries would do unasked: send a run to a service, open a window, shorten a traceback.
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
-_REPORT = "it is more than rounding: please report it with the script"
+_TELL = "please report it with the script"
+_REPORT = f"it is more than rounding: {_TELL}"
 _KINDS = (
     "made up",
     "refused write",
@@ -244,6 +246,11 @@ def _fails_alone(
     if KILLED in ended.tail:
         return _killed(answer, result)
     error, chosen = _last_error(result["log"]), project.arguments
+    if _is_of_tpuport(result["log"]):
+        answer = "tpuport, which stands in for CUDA, stops the script before anything is ported"
+        answer += f": {error}"
+        ask = _remedy(result["log"]) or f"see the end of its output; if that is no help, {_TELL}"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     answer += f": {error}" if error else "."
     ask = what_helps(error, project.wanted.root, entry, project.settings_of_entry, chosen)
     return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
@@ -292,6 +299,28 @@ def _last_error(log: str) -> str:
     place = next((m for line in reversed(lines) if (m := _PLACE.match(line))), None)
     at = f" ({place['file']}:{place['line']})" if place else ""
     return f"{error[:300]}{at}." if error else ""
+
+
+def _is_of_tpuport(log: str) -> bool:
+    """Return whether the last error that a log shows is one that tpuport raised.
+
+    An innermost frame of tpuport alone does not say so: torch shows none where it fails for what
+    the script gave it.
+    """
+    lines = log.splitlines()
+    error = next((i for i in reversed(range(len(lines))) if _ERROR.match(lines[i])), None)
+    if error is None:
+        return False
+    if lines[error].startswith(_PACKAGE.name + "."):
+        return True
+    frames = [i for i in range(error) if lines[i].lstrip().startswith('File "')]
+    own = bool(frames) and lines[frames[-1]].lstrip().startswith(f'File "{_PACKAGE}{os.sep}')
+    return own and lines[frames[-1] + 1].lstrip().startswith("raise ")
+
+
+def _remedy(log: str) -> str:
+    """Return what an error of tpuport says that one can do."""
+    return log.rpartition("What to do: ")[2].split("\n")[0] if "What to do: " in log else ""
 
 
 def _last_line(log: str) -> str:
