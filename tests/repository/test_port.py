@@ -335,6 +335,30 @@ def test_what_a_run_came_to(
         assert "README.md:2 starts it with `--lr 0.1 --device=cpu`" in found["next"]
 
 
+@pytest.mark.parametrize(("minutes", "stopped"), [(None, 15), (2, 2), (30, 30)])
+def test_a_verdict_comes_before_the_comparison_is_stopped(
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    minutes: int | None,
+    stopped: int,
+) -> None:
+    calls: dict[str, tuple[Any, float]] = {}
+
+    def end(arguments: Any, *, seconds: float, **_: Any) -> Finished:
+        calls[arguments[0]] = arguments, seconds
+        return Finished(0, json.dumps(COMPILED if arguments[0] == "compile" else EQUAL), "")
+
+    monkeypatch.setattr(runs, "run_command", end)
+    options = [] if minutes is None else [f"--minutes={minutes}"]
+    assert port(repository, "--out", tmp_path / "out", "--run", *options)[0] == 0
+    arguments, seconds = calls["verify"]
+    searched = next(float(a.partition("=")[2]) for a in arguments if a.startswith("--minutes="))
+    assert seconds == calls["compile"][1] == 60 * stopped
+    most = 0.95 * (minutes or 5)
+    assert most - 0.5 < searched <= most
+
+
 def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()

@@ -42,8 +42,8 @@ Minutes = Annotated[
         metavar="M",
         show_default=False,
         rich_help_panel=_RUNS,
-        help="Stop running after this time, and compiling as well. Fifteen if left out, and five "
-        "to tell a difference from rounding.",
+        help="Stop the comparison after this time, and compiling for a slice as well. Fifteen if "
+        "left out, and no more runs after five to tell a difference from rounding.",
     ),
 ]
 Slice = Annotated[

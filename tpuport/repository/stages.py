@@ -36,8 +36,12 @@ from tpuport.verify.hub import why_unreachable
 
 DONE, NEEDS_YOU, NOT_ASKED, FAILED = "done", "needs you", "not asked", "failed"
 _MOST_FINDINGS = 200
-# Minutes: of a run, and of all but compiling, but for what it takes to stop and to write.
-_STOPPED_AFTER, _IN_TIME = 15.0, 4.75
+# Minutes: of all runs of a comparison, or of one slice that is compiled for; and of all up to the
+# verdict of the comparison.
+_STOPPED_AFTER, _IN_TIME = 15.0, 5.0
+# The part of them after which no more is done: the rest is for stopping, and for writing what was
+# found. A command that is stopped as a whole has written nothing.
+_SEARCHED = 0.95
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class PortRequest:
         steps: The optimizer steps to compare.
         model: A function for `tpuport compile`, as `file.py:function`.
         slice_name: The slice of TPUs, such as `v6e-8`; None for the smallest that fits.
-        minutes: The time that running, and compiling, may take; None for the usual one, with less
-            to tell a difference from rounding.
+        minutes: The time that the comparison, and compiling for a slice, may take; None for the
+            usual one, with less to tell a difference from rounding.
         run_options: Options of `tpuport run`.
         changes: Settings of the script by name.
         full_size: Whether the comparison has the sizes of the script, not small ones.
@@ -79,13 +83,13 @@ class PortRequest:
 
     @property
     def most_minutes(self) -> float:
-        """Return the minutes after which running, or compiling, is stopped."""
+        """Return the minutes after which a comparison, or compiling for a slice, is stopped."""
         return _STOPPED_AFTER if self.minutes is None else self.minutes
 
     @property
     def rounding_minutes(self) -> float:
         """Return the minutes after which no more is done to tell a difference from rounding."""
-        return _IN_TIME if self.minutes is None else self.minutes
+        return _SEARCHED * (_IN_TIME if self.minutes is None else self.minutes)
 
 
 @dataclass(frozen=True)
