@@ -198,3 +198,61 @@ def test_a_buffer_that_is_written_in_place_with_a_gradient_is_no_part_of_a_progr
         with pytest.warns(PortWarning, match="TPU406 the buffer 'memory' is given a tensor"):
             net(torch.ones(2, 4, device="cuda")).sum().backward()
     torch.testing.assert_close(net.linear.weight.grad.cpu(), expected.linear.weight.grad)
+
+
+class Branches(nn.Module):
+    """Returns results of two layers, or of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x, both):
+        return (self.a(x), self.b(x)) if both else self.a(x)
+
+
+def hooked(device):
+    torch.manual_seed(0)
+    net = Branches().to(device)
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+    x, found = torch.ones(3, 2, device=device), []
+    for _ in range(2):
+        net(x, False).sum().backward()
+        first, second = net(x, True)
+        first.register_hook(lambda gradient: gradient * 3)
+        second.register_hook(lambda gradient: gradient.neg())
+        first.sum().backward()
+        found.append([None if p.grad is None else p.grad.tolist() for p in net.parameters()])
+    return found
+
+
+def test_hooks_of_what_gets_no_gradient_are_not_called():
+    expected = hooked("cpu")
+    with tpuport.porting():
+        assert hooked("cuda") == expected
+
+
+class Gated(nn.Module):
+    """Leaves the mean of its gate, after a bias that a batch norm takes away."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.gate = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.mean = None
+
+    def forward(self, x):
+        y = self.norm(self.norm(self.first(x)))
+        gate = torch.sigmoid(self.gate(y))
+        self.mean = gate.mean()
+        return y * gate
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_gradient_that_is_rounding_is_told_where_state_has_a_graph(seed):
+    torch.manual_seed(seed)
+    with tpuport.porting():
+        net = Gated().to("cuda")
+        out = net(torch.randn(5, 4).to("cuda"))
+        (out.square().sum() + net.mean).backward()
+    assert net.gate.weight.grad.abs().max() > 0

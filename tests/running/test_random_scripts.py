@@ -1,6 +1,6 @@
 """Random training scripts and modules of Python's idioms, from `benchmarks`.
 
-Each seed here met a fault once; `make fuzz` runs many more.
+A few of each, beside the tests of what they have found; `make fuzz` runs many more.
 """
 
 import pytest

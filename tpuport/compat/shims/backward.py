@@ -54,3 +54,25 @@ class CheckpointedBackward(Shim):
             Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
             *copies(original, checkpoint, torch.utils.checkpoint),
         ]
+
+
+class GradientHook(Shim):
+    """A hook of a tensor is called only if the tensor gets a gradient."""
+
+    TARGET = "torch.Tensor.register_hook"
+    REASON = (
+        "the node of a program leads to all parameters, and torch gives None to hooks of others"
+    )
+    REFERENCE = "the same hook in eager PyTorch, whose graph does not reach such a tensor"
+
+    def replacements(self) -> list[Replacement]:
+        original = torch.Tensor.register_hook
+
+        def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+            @functools.wraps(hook, updated=())
+            def called(gradient: Any) -> Any:
+                return None if gradient is None else hook(gradient)
+
+            return original(tensor, called)
+
+        return [Replacement(torch.Tensor, "register_hook", register_hook)]
