@@ -213,21 +213,22 @@ class Branches(nn.Module):
 
 def hooked(device):
     torch.manual_seed(0)
-    net = Branches().to(device)
-    for parameter in net.parameters():
-        parameter.register_hook(lambda gradient: gradient * 2)
+    net, calls = Branches().to(device), []
+    for name, parameter in net.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: calls.append(name) or gradient * 2)
     x, found = torch.ones(3, 2, device=device), []
     for _ in range(2):
         net(x, False).sum().backward()
         first, second = net(x, True)
-        first.register_hook(lambda gradient: gradient * 3)
-        second.register_hook(lambda gradient: gradient.neg())
+        first.register_hook(lambda gradient: calls.append("first") or gradient * 3)
+        second.register_hook(lambda gradient: calls.append("second") or gradient.neg())
         first.sum().backward()
+        found.append(sorted(calls))
         found.append([None if p.grad is None else p.grad.tolist() for p in net.parameters()])
     return found
 
 
-def test_hooks_of_what_gets_no_gradient_are_not_called():
+def test_hooks_are_called_where_a_tensor_gets_a_gradient_of_the_scripts():
     expected = hooked("cpu")
     with tpuport.porting():
         assert hooked("cuda") == expected

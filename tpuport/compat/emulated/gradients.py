@@ -1,7 +1,8 @@
 """A ported call under torch's autograd: one jitted program forward, one backward."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from tpuport.model.program_cache import BoundCall, CachedProgram
 from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.gradient_paths import evaluated
 from tpuport.tracing.core.paths import Path, Paths
+from tpuport.tracing.core.reentrancy import comparing_gradients
 from tpuport.tracing.state.request import Flows, TraceResult
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
@@ -242,6 +244,16 @@ class DifferentiatedCall:
     saved: dict[str | int, torch.Tensor] = field(default_factory=dict)
     # Whether a backward pass ends at the arguments and the state, instead of flowing on.
     ends_here: bool = False
+
+    @contextlib.contextmanager
+    def compared(self) -> Iterator[None]:
+        """Let backward passes in the block end here, and be none of the script's."""
+        self.ends_here = True
+        try:
+            with comparing_gradients():
+                yield
+        finally:
+            self.ends_here = False
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""

@@ -597,11 +597,8 @@ class LiveModel(PortedModel):
                 refused = parity.refused(expected.out, expected.module)
                 self._last_program.run.derived[gradients.REFUSED] = refused
             return []
-        call.ends_here = True
-        try:
+        with call.compared():
             have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
-        finally:
-            call.ends_here = False
         return parity.paired(want, dict(zip(ours, have, strict=True)))
 
     def _eager_gradients(self, found: Reference) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 
 from tpuport.compat.emulated.device import resumed
 from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.tracing.core.reentrancy import compares_gradients, is_part_of_program
 
 
 class CustomBackward(Shim):
@@ -57,7 +58,10 @@ class CheckpointedBackward(Shim):
 
 
 class GradientHook(Shim):
-    """A hook of a tensor is called only if the tensor gets a gradient."""
+    """A hook of a tensor is called if the tensor gets a gradient in a backward pass of the script.
+
+    Comparisons of gradients leave out the hooks that the script put on parameters.
+    """
 
     TARGET = "torch.Tensor.register_hook"
     REASON = (
@@ -69,9 +73,13 @@ class GradientHook(Shim):
         original = torch.Tensor.register_hook
 
         def register_hook(tensor: torch.Tensor, hook: Any) -> Any:
+            is_of_script = not is_part_of_program()
+
             @functools.wraps(hook, updated=())
             def called(gradient: Any) -> Any:
-                return None if gradient is None else hook(gradient)
+                if gradient is None or (is_of_script and compares_gradients()):
+                    return None
+                return hook(gradient)
 
             return original(tensor, called)
 

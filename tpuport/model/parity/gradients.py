@@ -17,6 +17,7 @@ from tpuport.model.parity.structure import Pair, comparable
 from tpuport.model.parity.verify import Reference
 from tpuport.reports.records import Kind
 from tpuport.tracing.core.gradient_paths import value_and_grad
+from tpuport.tracing.core.reentrancy import comparing_gradients
 from tpuport.tracing.scan_layers import stacked_params
 
 
@@ -82,9 +83,10 @@ def of_sums(
     for p in trained.values():
         p.grad = None
     try:
-        made = torch.autograd.grad(
-            sums, list(trained.values()), allow_unused=True, retain_graph=keep
-        )
+        with comparing_gradients():
+            made = torch.autograd.grad(
+                sums, list(trained.values()), allow_unused=True, retain_graph=keep
+            )
         # A custom backward may run `backward()`, which adds to `.grad`: reversible layers do.
         left = [p.grad for p in trained.values()]
     finally:

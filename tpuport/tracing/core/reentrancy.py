@@ -15,12 +15,26 @@ def is_part_of_program() -> bool:
     return getattr(_LOCAL, "inside", False)
 
 
-@contextlib.contextmanager
-def part_of_program() -> Iterator[None]:
+def compares_gradients() -> bool:
+    """Return whether this thread differentiates to compare gradients, and not for the script."""
+    return getattr(_LOCAL, "comparing", False)
+
+
+def part_of_program() -> contextlib.AbstractContextManager[None]:
     """Mark the module calls of this thread inside the block as parts of a program."""
-    before = is_part_of_program()
-    _LOCAL.inside = True
+    return _marked("inside")
+
+
+def comparing_gradients() -> contextlib.AbstractContextManager[None]:
+    """Mark the backward passes of this thread inside the block as none of the script's."""
+    return _marked("comparing")
+
+
+@contextlib.contextmanager
+def _marked(name: str) -> Iterator[None]:
+    before = getattr(_LOCAL, name, False)
+    setattr(_LOCAL, name, True)
     try:
         yield
     finally:
-        _LOCAL.inside = before
+        setattr(_LOCAL, name, before)
