@@ -49,16 +49,18 @@ def trained(kind, device):
         loss.backward()
         optimizer.step()
         found.append(loss.item())
-    return found
+    return found, net
 
 
 @pytest.mark.parametrize("kind", [Ranges, Names, Indexes])
 def test_a_stage_that_a_script_raises_is_one_program_for_each(kind):
-    expected = trained(kind, "cpu")
+    expected, _ = trained(kind, "cpu")
     with tpuport.porting(), warnings.catch_warnings():
         warnings.simplefilter("error", PortWarning)
-        assert trained(kind, "cuda") == pytest.approx(expected, rel=1e-5)
+        found, net = trained(kind, "cuda")
+        assert found == pytest.approx(expected, rel=1e-5)
         (program,) = programs()
+        assert net.stage == 1
         # Three more stages, and the trace that showed that code needs the number.
         assert len(program.report.retraces) == 4
 

@@ -475,7 +475,7 @@ def test_names_come_from_the_module_that_holds_most(tmp_path) -> None:
     layers = nn.Linear(2, 2), nn.BatchNorm1d(2)
     agent = nn.ModuleDict({"actor": nn.Sequential(*layers)})
     part = nn.Sequential(*layers)
-    recorder = StepRecorder(tmp_path, 1)
+    recorder = StepRecorder(tmp_path, "trained", 1)
     recorder.name(torch.optim.SGD(agent.parameters(), 0.1))
     assert set(recorder.names.values()) == {name for name, _ in agent.named_parameters()}
     assert recorder.buffers.keys() == dict(agent.named_buffers()).keys()
@@ -483,7 +483,7 @@ def test_names_come_from_the_module_that_holds_most(tmp_path) -> None:
 
 
 def test_a_backward_in_a_trace_is_not_recorded(tmp_path) -> None:
-    recorder = StepRecorder(tmp_path, 1)
+    recorder = StepRecorder(tmp_path, "trained", 1)
     backward = recorder.recorded(lambda *_: None)
 
     class TrainsItself(nn.Module):

@@ -43,6 +43,14 @@ class ViewStep:
 
 
 @dataclass(frozen=True, slots=True)
+class OwnWindow(ViewStep):
+    """The step to a window whose gradient goes to a part of it only, until its memory is written.
+
+    torch gives it to the memory of the tensor that the window was taken of.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Detach(ViewStep):
     """The step to a tensor without the gradient of its base.
 

@@ -13,6 +13,7 @@ from tpuport.tracing.core.redispatch import call
 from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import flat, flow_of, held_of, map_tensors, write
+from tpuport.tracing.core.view_steps import OwnWindow
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dispatch.dtype_checks import NAMES
 from tpuport.tracing.dispatch.int64_ops import is_pointwise
@@ -42,6 +43,9 @@ def dispatch_write(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     flow = flow_of(operands)
     if _counts(func, args):
         args[0]._bounds = (INT32[0], INT32[1] - 1)
+    for target in flat(tuple(targets), {}):
+        if isinstance(target, TracedTensor) and any(type(s) is OwnWindow for s in target._chain):
+            target._storage.version += 1  # torch makes the window anew, as one of all its memory
     result = call(info.functional, args, kwargs)
     results = result if isinstance(result, (list, tuple)) else [result]
     _refuse_casts(func, args, given, zip(targets, results, strict=False))

@@ -12,7 +12,7 @@ from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import OpInfo, functional_of, op_info
 from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, view_of
-from tpuport.tracing.core.view_steps import VIEWS, ViewStep, strided_step
+from tpuport.tracing.core.view_steps import VIEWS, OwnWindow, ViewStep, strided_step
 
 aten = torch.ops.aten
 
@@ -76,8 +76,8 @@ def as_strided(
             remedy="index with ordinary slices",
         )
     flat = _only_own_gradient(base, whole, size, stride, offset)
-    window = ViewStep(
-        lambda v: step.forward(flat(v.reshape(-1))),
+    window = (ViewStep if flat is None else OwnWindow)(
+        lambda v: step.forward(v.reshape(-1) if flat is None else flat(v.reshape(-1))),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
     )
     # The view steps of `base` are left out here, and a detach among them must not be lost.
@@ -91,22 +91,30 @@ def as_strided(
 
 
 def _only_own_gradient(
-    base: torch.Tensor, whole: torch.Tensor, size: list[int], stride: list[int], offset: Any
-) -> Callable[[jax.Array], jax.Array]:
+    base: TracedTensor, whole: torch.Tensor, size: list[int], stride: list[int], offset: Any
+) -> Callable[[jax.Array], jax.Array] | None:
     """Return what stops gradients of a flat storage outside of the memory that `base` covers.
 
-    torch gives elements of a window no gradient if the tensor that it was taken of has them not.
+    None if the window is inside of that.
+
+    torch gives elements of a window no gradient if the tensor that it was taken of has them not,
+    until something is written to that memory: then it makes the window anew, as one of all of it.
     """
     count = whole.numel()
     if torch.Tensor.numel(base) == count or not differentiable(base.dtype):
-        return lambda flat: flat
+        return None
     covered = torch.zeros(count, dtype=torch.bool)
     place: Any = torch.Tensor.storage_offset(base)
     covered.as_strided(base.size(), base.stride(), place).fill_(True)
     if bool(covered.as_strided(size, stride, offset).all()):
-        return lambda flat: flat
-    own = covered.numpy()
-    return lambda flat: jnp.where(own, flat, jax.lax.stop_gradient(flat))
+        return None
+    own, root, version = covered.numpy(), base._storage, base._storage.version
+
+    def read(flat: jax.Array) -> jax.Array:
+        is_written = root.version != version
+        return flat if is_written else jnp.where(own, flat, jax.lax.stop_gradient(flat))
+
+    return read
 
 
 def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
