@@ -11,8 +11,9 @@ from tpuport.tracing.state.module_state import StateTree
 class ScriptNumbers:
     """The numbers that a script changes.
 
-    One that changes a second time becomes an input of the program, so that it is compiled once. If
-    the code needs its value, as `self.layers[self.stage]` does, it is a part of programs for good.
+    A number that changes a second time becomes an input, so that one program serves all its values.
+    If the code turns out to need the value while it is traced, to index a list for example
+    (`self.layers[self.stage]`), the number is compiled into the programs again: one for each value.
     """
 
     def __init__(self) -> None:
