@@ -6,12 +6,9 @@ keeps old tensors. Values, gradients, layouts, which tensors are one, and what i
 compared after each call. Prints what differs: `python -m benchmarks.stateful_scripts --count 300`.
 """
 
-import argparse
-import collections
 import contextlib
 import itertools
 import random
-import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +18,7 @@ from typing import Any
 import torch
 
 import tpuport
+from benchmarks.seeds import Found, run_seeds
 from tpuport.foundation.errors import ParityError, PortError
 
 _HEAD = """
@@ -266,23 +264,12 @@ def judged(source: str, calls: list[Call], folder: Path) -> Verdict:
     return Verdict("passes" if len(expected) == len(got) else "differs")
 
 
-def main() -> None:
-    """Run the scripts of some seeds and print what differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=100, help="how many scripts")
-    options = parser.parse_args()
-    kinds: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.start, options.start + options.count):
-            source, calls = Maker(seed).program()
-            verdict = judged(source, calls, Path(folder))
-            kinds[verdict.kind] += 1
-            if verdict.kind == "differs":
-                print(f"=== seed {seed}: {verdict.what}")
-                print(source[len(_HEAD) :], *calls, sep="\n", flush=True)
-    print(dict(kinds))
+def _judged(seed: int, folder: Path) -> Iterator[Found]:
+    source, calls = Maker(seed).program()
+    verdict = judged(source, calls, folder)
+    shown = "\n".join([source[len(_HEAD) :], *map(str, calls)])
+    yield Found(verdict.kind, verdict.what, shown)
 
 
 if __name__ == "__main__":
-    main()
+    run_seeds(__doc__, _judged)

@@ -8,11 +8,7 @@ and what is raised are compared after each step. Prints what differs:
 `python -m benchmarks.training_scripts --count 300`.
 """
 
-import argparse
-import collections
-import contextlib
 import random
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +17,8 @@ from typing import Any
 import torch
 
 import tpuport
+from benchmarks.seeds import Found, run_seeds
+from recipes.hunyuan_video.components import default_dtype
 from tpuport.foundation.errors import ParityError, PortError
 
 HEAD = '''
@@ -474,16 +472,6 @@ def backward(loss: Any, **options: Any) -> None:
         loss.backward(**options)
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def run(
     source: str, steps: list[str], device: str, path: Path, dtype: torch.dtype = torch.float32
 ) -> list[tuple[str, Any]]:
@@ -506,7 +494,7 @@ def run(
     names |= {"differentiable": differentiable, "grads": None, "out": None}
     names["optimizer"] = torch.optim.SGD([*net.parameters(), torch.ones(1)], 0.1)
     seen: list[tuple[str, Any]] = []
-    with _default_dtype(dtype):
+    with default_dtype(dtype):
         _run_steps(steps, names, seen)
     return seen
 
@@ -608,25 +596,11 @@ def _is_rounding(
     return bool(((have - true).abs() <= 8 * (want - true).abs().max() + 1e-5).all())
 
 
-def main() -> None:
-    """Run the scripts of some seeds and print what differs."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--start", type=int, default=0, help="the first seed")
-    parser.add_argument("--count", type=int, default=100, help="how many scripts")
-    parser.add_argument("--refusals", action="store_true", help="print what is refused, too")
-    options = parser.parse_args()
-    kinds: collections.Counter[str] = collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.start, options.start + options.count):
-            source, steps = Maker(seed).program()
-            kind, what = verdict(source, steps, Path(folder))
-            kinds[kind] += 1
-            if kind == "differs" or (options.refusals and kind != "passes"):
-                print(f"=== seed {seed}: {kind}: {what[:1500]}")
-            if kind == "differs":
-                print(source[len(HEAD) :], *steps, sep="\n---\n", flush=True)
-    print(dict(kinds))
+def _judged(seed: int, folder: Path) -> Iterator[Found]:
+    source, steps = Maker(seed).program()
+    shown = "\n---\n".join([source[len(HEAD) :], *steps])
+    yield Found(*verdict(source, steps, folder), shown)
 
 
 if __name__ == "__main__":
-    main()
+    run_seeds(__doc__, _judged)
