@@ -590,7 +590,7 @@ class Script:
                 if first.requires_grad:
                     wanted = list(net.parameters())
                     gradients = torch.autograd.grad((first**2).mean(), wanted, allow_unused=True)
-            except RuntimeError as error:  # written in place, which no port says in torch's words
+            except RuntimeError as error:  # the backward pass needs what was written in place
                 found["gradients"] = type(error).__name__
             found |= {f"gradient {i}": value for i, value in enumerate(gradients)}
         found |= {"steps": net.steps, "depth": net.config.depth, "names": list(net.config.names)}

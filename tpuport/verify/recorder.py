@@ -88,8 +88,9 @@ class StepRecorder:
             if self.in_backward:  # one of the two calls the other
                 return backward(tensors, *args, **kwargs)
             each = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
-            # In the trace of a module that trains itself, tensors are of another class.
-            real = [tensor for tensor in each if type(tensor) in (torch.Tensor, torch.nn.Parameter)]
+            # In the trace of a module that trains itself, tensors have no values.
+            tracing = sys.modules.get("tpuport.tracing.core.tensor")
+            real = [t for t in each if not isinstance(t, getattr(tracing, "TracedTensor", ()))]
             self.since_step += [float(tensor.detach().float().mean()) for tensor in real]
             self.in_backward = True
             self.trained.touch()
