@@ -4,6 +4,7 @@ The batch statistics inside a checkpointed stretch move once for each call, as i
 (eager moves them again when its backward computes the stretch a second time).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import tpuport
 from tests.exactness.plain_torchax import PlainTorchax, environment
@@ -62,6 +64,58 @@ def test_checkpoint_rematerialises(reentrant):
     assert "checkpoint" in text or "remat" in text
     assert ("remat" in _jaxpr(ported, X)) is not reentrant
     assert "checkpoint" not in _jaxpr(by_tpuport(Block(reentrant=reentrant).body), X)
+
+
+class Held(nn.Module):
+    """Holds `checkpoint` where no module of Python has it, as transformers' layers do."""
+
+    static = staticmethod(checkpoint)
+
+    def __init__(self, how: str, *, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.body = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+        self.how, self.options = how, {"use_reentrant": reentrant}
+        self.partial, self.own = functools.partial(checkpoint, **self.options), checkpoint
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.how == "partial":
+            return self.partial(self.body, x)
+        call = self.own if self.how == "attribute" else self.static
+        return call(lambda y: self.body(y) * 2, x, **self.options)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["new", "reentrant"])
+@pytest.mark.parametrize("how", ["partial", "attribute", "static"])
+def test_whoever_holds_the_function_rematerialises(how: str, reentrant: bool):
+    def gradients(device: str) -> tuple[torch.Tensor, ...]:
+        torch.manual_seed(0)
+        module = Held(how, reentrant=reentrant).to(device)
+        for _ in range(2):
+            module(X.to(device)).square().sum().backward()
+        return tuple(parameter.grad.cpu() for parameter in module.parameters())
+
+    ported = by_tpuport(Held(how, reentrant=reentrant))
+    assert "remat" in _jaxpr(ported, X.clone().requires_grad_())
+    with tpuport.porting():
+        ours = gradients("cuda")
+    torch.testing.assert_close(ours, gradients("cpu"), rtol=1e-4, atol=1e-5)
+
+
+def test_layers_of_transformers_rematerialise():
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = LlamaForCausalLM(config).train()
+    model.activation_checkpointing_enable()
+    ported, tokens = by_tpuport(model), jnp.arange(6)[None]
+
+    def loss(params: Any) -> Any:
+        arguments = {"input_ids": tokens, "labels": tokens}
+        out, _ = ported.apply(params, ported.buffers, jax.random.key(0), **arguments)
+        return out.loss
+
+    assert "remat" in str(jax.make_jaxpr(jax.grad(loss))(ported.params))
 
 
 def test_checkpoint_gradient_is_eagers():
@@ -200,3 +254,43 @@ def test_data_decides_inside_a_checkpoint(kind: str):
         torch.manual_seed(seed)
         assert ported.verify(torch.randn(6, 3)).verified
     assert ported.report.shims
+
+
+class Branching(nn.Module):
+    """A function in a forward that branches on data, and changes what it closes over."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.count = nn.Linear(3, 3), how, 0
+        self.kept = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def run(x: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x)
+            if y.sum() < 0:
+                if self.how == "number":
+                    self.count += 1
+                else:
+                    self.kept = y.sum().detach()
+            return y.tanh()
+
+        function = functools.partial(run) if self.how == "number" else run
+        return checkpoint(function, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("how", ["number", "tensor"])
+def test_a_branch_changes_what_the_function_closes_over(how: str):
+    """jax called the tensor or number of the one side an unexpected tracer."""
+
+    def run(device: str) -> list[Any]:
+        torch.manual_seed(0)
+        module, seen = Branching(how).to(device), []
+        for factor in (3, -3, 3):
+            module(torch.randn(4, 3).to(device) * factor)
+            seen.append((module.count, round(module.kept.item(), 4)))
+        return seen
+
+    with tpuport.porting():
+        ours = run("cuda")
+    assert ours == run("cpu")
+    assert ours[0] != ours[-1]

@@ -172,7 +172,6 @@ def test_the_modules_of_the_process_are_looked_through_once(monkeypatch: pytest.
         "sdpa_kernel": torch.nn.attention.sdpa_kernel,
         "flex": torch.nn.attention.flex_attention.flex_attention,
         "safe_open": safetensors.safe_open,
-        "checkpoint": torch.utils.checkpoint.checkpoint,
     }
     module = ModuleType("has_copies")
     vars(module).update(copied)

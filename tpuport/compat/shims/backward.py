@@ -4,10 +4,10 @@ import functools
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 from tpuport.compat.emulated.device import resumed
-from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.foundation.patching.checkpointing import checkpoint_replaced
+from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.reentrancy import compares_gradients, is_part_of_program
 
 
@@ -36,12 +36,10 @@ class CheckpointedBackward(Shim):
     REASON = "torch takes function modes away in a backward pass"
     REFERENCE = "the same function on CUDA, where a device is no mode"
 
-    def copied(self) -> list[Any]:
-        return [torch.utils.checkpoint.checkpoint]
-
     def replacements(self) -> list[Replacement]:
-        original = torch.utils.checkpoint.checkpoint
+        return checkpoint_replaced(self._made)
 
+    def _made(self, original: Any) -> Any:
         @functools.wraps(original)
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             @functools.wraps(function, updated=())
@@ -51,10 +49,7 @@ class CheckpointedBackward(Shim):
 
             return original(block, *args, **kwargs)
 
-        return [
-            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
-            *copies(original, checkpoint, torch.utils.checkpoint),
-        ]
+        return checkpoint
 
 
 class GradientHook(Shim):

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import torch.utils.checkpoint
+import torch
 
-from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.foundation.patching.checkpointing import checkpoint_replaced
+from tpuport.foundation.patching.shim import Replacement, Shim
 
 _OPTIONS = ("context_fn", "determinism_check", "debug", "preserve_rng_state", "early_stop")
 
@@ -20,8 +21,7 @@ class Uncheckpointed(Shim):
     REFERENCE = "the block, without grad if it is reentrant and none of its inputs needs any"
 
     def replacements(self) -> list[Replacement]:
-        """Replace the function where it is defined and where it was imported to."""
-        original = torch.utils.checkpoint.checkpoint
+        """Replace the function for all who hold it."""
 
         def checkpoint(
             function: Any, *args: Any, use_reentrant: bool | None = None, **kwargs: Any
@@ -34,7 +34,4 @@ class Uncheckpointed(Shim):
             ):
                 return function(*args, **kwargs)
 
-        return [
-            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
-            *copies(original, checkpoint, torch.utils.checkpoint),
-        ]
+        return checkpoint_replaced(lambda _: checkpoint)

@@ -109,19 +109,35 @@ def _parts(value: Any) -> list[Any]:
 
     Storages that a function writes later are not followed.
     """
+    if isinstance(value, _CALLABLES):
+        return _held(value)
+    if isinstance(value, (torch.Tensor, *ATOMS)):
+        return []
+    containers = (list, tuple, dict, set, frozenset)
+    known = isinstance(value, (torch.nn.Module, *containers)) or is_open(value)
+    return children(value).all if known else []
+
+
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _held(value: Any) -> list[Any]:
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
         defaults = (value.__kwdefaults__ or {}).values()
         return [*cells, *(value.__defaults__ or ()), *defaults]
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, (torch.Tensor, *ATOMS)):
-        return []
-    containers = (list, tuple, dict, set, frozenset)
-    known = isinstance(value, (torch.nn.Module, *containers)) or is_open(value)
-    return children(value).all if known else []
+    return [value.func, *value.args, *value.keywords.values()]
+
+
+def held_by(function: Any) -> list[Any]:
+    """Return the objects that a function reaches without its arguments.
+
+    They are what it closes over, is bound to, or has as a default, also through other functions.
+    """
+    found = list(walk([function], lambda one: _held(one) if isinstance(one, _CALLABLES) else []))
+    return [one for one in found if not isinstance(one, _CALLABLES)]
 
 
 def _content(cell: types.CellType) -> Any:

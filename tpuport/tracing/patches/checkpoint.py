@@ -2,10 +2,12 @@
 
 from typing import Any
 
-import torch.utils.checkpoint
+import torch
 
-from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.foundation.patching.checkpointing import checkpoint_replaced
+from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core import regions
+from tpuport.tracing.core.bound_tensors import held_by
 from tpuport.tracing.core.context import current
 from tpuport.tracing.patches._count import count
 
@@ -20,8 +22,9 @@ class ActivationCheckpoint(Shim):
     )
 
     def replacements(self) -> list[Replacement]:
-        eager = torch.utils.checkpoint.checkpoint
+        return checkpoint_replaced(self._made)
 
+    def _made(self, eager: Any) -> Any:
         def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
             trace = current()
             if trace is None:
@@ -42,10 +45,7 @@ class ActivationCheckpoint(Shim):
                 # needs it.
                 with torch.no_grad():
                     return function(*args, **kwargs)
-            roots = [getattr(function, "__self__", None), args, kwargs]
+            roots = [*held_by(function), args, kwargs]
             return regions.checkpoint(trace, lambda: function(*args, **kwargs), roots)
 
-        return [
-            Replacement(torch.utils.checkpoint, "checkpoint", checkpoint),
-            *copies(eager, checkpoint, torch.utils.checkpoint),
-        ]
+        return checkpoint
