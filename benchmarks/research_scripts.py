@@ -181,7 +181,7 @@ def of_convert(source: str, folder: Path) -> tuple[str, str]:
     net = names["Net"]()
     inputs = [torch.sin(torch.arange(96.0) * 1.3 + i).view(2, 6, 8) for i in range(4)]
     inputs[2] = inputs[2][:, :4]
-    want: Any = None
+    number = 0
     try:
         ported = tpuport.convert(net)
         for number, x in enumerate(inputs):
@@ -189,7 +189,6 @@ def of_convert(source: str, folder: Path) -> tuple[str, str]:
                 net.eval()
                 ported.eval()
             have = _of_port(ported, x, number == 1)
-            want = None
             want = _of_eager(net, x, number == 1)
             for name in want.keys() & have.keys():
                 a, b = want[name], have[name]

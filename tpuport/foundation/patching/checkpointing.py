@@ -1,5 +1,6 @@
 """The replacement of `torch.utils.checkpoint.checkpoint`, whoever holds it."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ def checkpoint_replaced(make: Callable[[Any], Any]) -> list[Replacement]:
     Args:
         make: gets the function that was called until now, and returns the one to call.
     """
-    inner = torch.utils.checkpoint.checkpoint.__wrapped__
+    inner: Any = inspect.unwrap(torch.utils.checkpoint.checkpoint)
     return [
         Replacement(inner, "__dynamo_disable", make(vars(inner).get("__dynamo_disable", inner)))
     ]
