@@ -307,12 +307,34 @@ class DifferentiatedCall:
 
         Such a tensor is an attribute of the last call, which this one replaces. Its graph would be
         kept by that of this call, and so on.
+
+        Raises:
+            PortError: code inside takes a gradient of state that an argument was computed from.
         """
+        self._refuse_longer_gradients(tensors)
         flows = self.prepared.compiled.outcome.flows
         used = 0 if flows is None else flows.used
         return [
             t if t.grad_fn is None or used >> i & 1 else t.detach() for i, t in enumerate(tensors)
         ]
+
+    def _refuse_longer_gradients(self, tensors: list[torch.Tensor]) -> None:
+        """Refuse a gradient inside the program that eager PyTorch would follow out of it."""
+        names = self.prepared.compiled.outcome.inner_starts
+        starts = {n: t for n, t in zip(self.wanted[0], tensors, strict=False) if n in names}
+        known = {id(tensor) for tensor in starts.values()}
+        made = [t for t in tensors if t.grad_fn is not None and id(t) not in known]
+        reached = graph_reaches(made, list(starts.values())) if starts and made else None
+        if reached is not None:
+            name = next(n for n, t in starts.items() if t is reached)
+            raise PortError(
+                f"the code takes a gradient of {name!r} by torch.autograd, and an argument or state"
+                f" of this call was computed from {name!r} too: eager PyTorch's gradient flows on"
+                " through it, and that of a program would end there",
+                code="TPU403",
+                remedy="detach what this call gets (x.detach()), if the gradient is to end there,"
+                " or make both calls in the forward of one module",
+            )
 
     def results(self, flows: list[Any]) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return what `PortedModel._finish` takes, with the floating outputs among these tensors.
@@ -324,6 +346,26 @@ class DifferentiatedCall:
         results = ([next(given) if stay is None else stay for stay in stays], *rest)
         known = self.prepared.compiled.outcome.flows
         return results, dict(zip(() if known is None else known.state, given, strict=True))
+
+
+def graph_reaches(
+    tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """Return the first of some tensors to which a graph of others leads, if any."""
+    leaves = {id(end): end for end in ends if end.grad_fn is None}
+    nodes = {end.grad_fn: end for end in ends if end.grad_fn is not None}
+    seen: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = nodes.get(node, leaves.get(id(getattr(node, "variable", None))))
+        if found is not None:
+            return found
+        pending += (following for following, _ in node.next_functions)
+    return None
 
 
 # Where a program keeps what eager PyTorch raises when its floating outputs are differentiated.

@@ -41,7 +41,8 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
     """Copy a module to run it eagerly.
 
     Parameters are shared (or fresh leaves if `trainable`), buffers are copied. What is large is
-    copied when it is written.
+    copied when it is written. Other tensors that require grad (a graph made them, or
+    `torch.func.functional_call` put them in place of parameters) are leaves that do.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -49,7 +50,7 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
             if not trainable:
                 return tensor
             return parameter_like(lazy_clone(tensor), tensor)
-        return lazy_clone(tensor)
+        return lazy_clone(tensor).requires_grad_(tensor.requires_grad)
 
     return clone_module(module, copy)[0]
 

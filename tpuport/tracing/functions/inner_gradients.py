@@ -193,6 +193,7 @@ def _sources(trace: Trace, inputs: Any) -> list[TracedTensor]:
             code="TPU403",
             remedy="make the input from an argument of the call, such as x.detach()",
         )
+    trace.inner_starts |= {id(source): source for source in sources if source._is_given}
     if not all(source.requires_grad for source in sources):
         raise RuntimeError("One of the differentiated Tensors does not require grad")
     return sources

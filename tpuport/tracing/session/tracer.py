@@ -454,6 +454,8 @@ class Tracer:
             )
             state_left.describe(outcome, before, after)
             outcome.baked = dict(baked)
+            starts = (n for n, leaf in before.leaves.items() if id(leaf) in trace.inner_starts)
+            outcome.inner_starts = frozenset(starts)
         return outcome
 
 
