@@ -8,6 +8,7 @@ Contents:
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -451,3 +452,49 @@ def test_a_backward_that_returns_too_few_gradients_is_named():
     with pytest.raises(PortError, match="expected 2, got 1") as caught:
         jax.grad(lambda x: ported.apply({}, {}, None, x)[0].sum())(jnp.ones(2))
     assert caught.value.source_line == "return g"
+
+
+class Reversal(torch.autograd.Function):
+    """Keeps numbers of the program for its backward, as gradient reversal does its factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, options: dict[str, Any]) -> torch.Tensor:
+        ctx.factor, ctx.more, ctx.fixed = factor * 0.5, [options["times"], {"sign": -1}], 3
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        times, sign = ctx.more
+        return ctx.factor * times * sign["sign"] * ctx.fixed * grad, None, None
+
+
+class Annealed(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how, self.calls = nn.Linear(3, 3), how, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.how == "counted":
+            factor = 2 / (1 + math.exp(-self.calls / 5)) - 1
+        else:
+            factor = x.abs().max().item()
+        options = {"times": self.calls + 1}
+        return Reversal.apply(self.linear(x), factor, options) * 2
+
+
+def _reversed(device: str, how: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = Annealed(how).to(device)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        model(torch.randn(2, 3).to(device)).square().sum().backward()
+    return [p.grad.cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("how", ["counted", "data"])
+def test_a_backward_reads_numbers_of_the_program(how: str):
+    """It read those of the trace of the forward: jax called them unexpected tracers."""
+    with tpuport.porting():
+        ours = _reversed("cuda", how)
+    torch.testing.assert_close(ours, _reversed("cpu", how))

@@ -16,11 +16,14 @@ from torch.autograd.function import _SingleLevelFunction
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Replacement, Shim, installed
+from tpuport.tracing.control_flow.merge import number_kind
+from tpuport.tracing.core.arguments import program_leaf
 from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import Flow, Storage
+from tpuport.tracing.core.sym_numbers import SYMBOLIC, exact_value, number
 from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, value_of, write
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
@@ -127,11 +130,14 @@ class _FunctionCall:
         self.trace, self.cls = trace, cls
         self.is_tensor = [isinstance(a, torch.Tensor) for a in args]
         self.tensors = [meta_of(a) for a in args if isinstance(a, torch.Tensor)]
-        self.rest = [a for a in args if not isinstance(a, torch.Tensor)]
+        # A traced number reaches the backward by the context alone.
+        rest = (a for a in args if not isinstance(a, torch.Tensor))
+        self.rest = [type(a) if isinstance(a, SYMBOLIC) else a for a in rest]
         self.spec: Any = None
         self.metas: list[torch.Tensor] = []
         self.context_spec: Any = None
-        self.saved: list[torch.Tensor] = []
+        # For each saved tensor one like it, and for each traced number its type.
+        self.saved: list[Any] = []
         # For each saved tensor, the output that it is.
         self.saved_outputs: list[int | None] = []
         # What the backward reads besides: weights of modules that it calls.
@@ -149,7 +155,10 @@ class _FunctionCall:
 
     def program_key(self) -> list[Any]:
         """Return what decides the backward, besides the values of tensors."""
-        metas = [[(m.shape, m.dtype) for m in some] for some in (self.metas, self.saved)]
+        metas = [
+            [(m.shape, m.dtype) if isinstance(m, torch.Tensor) else m for m in some]
+            for some in (self.metas, self.saved)
+        ]
         contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
         key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
         return [*key, self.bound.tensors, self.saved_given]
@@ -192,11 +201,14 @@ class _FunctionCall:
 
         Gradients flow through those of arguments, not through what forward computed on its way.
         """
-        kept, self.context_spec = pytree.flatten((context.saved_tensors, context.__dict__))
+        # What the backward reads of a traced number is a value of the forward's program.
+        kept, self.context_spec = pytree.flatten(
+            (context.saved_tensors, context.__dict__), leaf=program_leaf
+        )
         specs = (self.context_spec, pytree.flatten(self.rest)[1])
         roots = [one for spec in specs for one in pytree.statics_of(spec)]
         self.bound = BoundTensors(self.trace, [*roots, self.cls.forward, self.cls.backward])
-        self.saved = [meta_of(leaf) for leaf in kept]
+        self.saved = [type(leaf) if isinstance(leaf, SYMBOLIC) else meta_of(leaf) for leaf in kept]
         self.saved_given = [self._given(leaf) for leaf in kept]
         dirty = {id(tensor) for tensor in context.dirty}
         given = {id(tensor) for tensor in tensors} - dirty
@@ -204,7 +216,9 @@ class _FunctionCall:
         position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
         self.saved_outputs = [position.get(id(leaf)) for leaf in kept]
         with torch.no_grad():
-            stopped = [value_of(leaf) for leaf in kept]
+            stopped = [
+                exact_value(leaf) if isinstance(leaf, SYMBOLIC) else value_of(leaf) for leaf in kept
+            ]
         pairs = zip(kept, stopped, strict=True)
         values = [value_of(leaf) if id(leaf) in given else value for leaf, value in pairs]
         self.keys = self.trace.keys
@@ -284,8 +298,8 @@ class _FunctionCall:
             trace.keys, stream = KeyStream(fresh), KeyStream(base, start=start)
         trace.resumed = (self.trace, self.keys, stream)
 
-    def _restored(self, saved: Any, trace: Trace) -> list[torch.Tensor]:
-        """Return the saved tensors as the backward reads them."""
+    def _restored(self, saved: Any, trace: Trace) -> list[Any]:
+        """Return the saved tensors and numbers as the backward reads them."""
         made = _rewrapped(saved[: len(self.saved)], self.saved, trace)
         for tensor, seen in zip(made, self.saved_seen, strict=True):
             if seen:
@@ -366,9 +380,13 @@ def _kind(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
 
-def _rewrapped(values: Any, metas: list[torch.Tensor], trace: Trace) -> list[TracedTensor]:
-    pairs = zip(values, metas, strict=True)
-    return [wrap(v, m.dtype, trace=trace, flow=Flow.HIDDEN) for v, m in pairs]
+def _rewrapped(values: Any, metas: list[Any], trace: Trace) -> list[Any]:
+    return [
+        wrap(value, meta.dtype, trace=trace, flow=Flow.HIDDEN)
+        if isinstance(meta, torch.Tensor)
+        else number(value, number_kind(meta))
+        for value, meta in zip(values, metas, strict=True)
+    ]
 
 
 def _conjugate(gradients: Any) -> Any:
