@@ -203,8 +203,17 @@ def of_convert(source: str, folder: Path) -> tuple[str, str]:
         kind = "differs" if isinstance(error, ParityError) else "refused"
         return kind, str(error).partition("\n")[0]
     except Exception as error:
-        return "differs", f"call {number}: {type(error).__name__}: {error}"
+        kind = "eager raises" if _raises(net, inputs[number]) else "differs"
+        return kind, f"call {number}: {type(error).__name__}: {error}"
     return "passes", ""
+
+
+def _raises(net: Any, x: torch.Tensor) -> bool:
+    try:
+        _of_eager(net, x, False)
+    except Exception:  # it is raised by a script that eager PyTorch refuses
+        return True
+    return False
 
 
 def _of_port(ported: Any, x: torch.Tensor, differentiate: bool) -> dict[str, np.ndarray]:
@@ -233,7 +242,8 @@ def _of_eager(net: Any, x: torch.Tensor, differentiate: bool) -> dict[str, np.nd
         seen = {f"gradient {name}": value.numpy() for name, value in found.items()}
         net.zero_grad()
     seen["result"] = out.detach().numpy()
-    return seen | {f"buffer {name}": value.numpy() for name, value in net.named_buffers()}
+    buffers = dict(net.named_buffers())
+    return seen | {f"buffer {name}": value.detach().numpy() for name, value in buffers.items()}
 
 
 def _first(out: Any) -> Any:
