@@ -228,6 +228,15 @@ def test_checkpoints_of_other_tools_compute_as_their_format_defines(name: str, t
     assert torch.equal(tpuport.to_torch(again(batch())), got)
 
 
+def test_eager_the_largest_input_of_a_row_has_the_code_that_the_format_gives_it(tmp_path: Path):
+    """It is 127.5 steps, between two codes; XLA divides by a product with the inverse."""
+    model = written("w8a8", tmp_path)
+    layer = tpuport.quantize(meta(), checkpoint=tmp_path).to_torch().get_submodule("up")
+    rows = torch.randn(64, 64)
+    want = model.up(rounded(rows, "w8a8"))
+    assert (layer(rows) - want).abs().max() <= 1e-5 * want.abs().max()
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is absent"
 )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tpuport.quantization.layer import QuantizedLinear
     from tpuport.quantization.passes import calibrate
+    from tpuport.quantization.published_save import save_published
     from tpuport.quantization.report import QuantizationReport
     from tpuport.quantization.scheme import QuantizationScheme
     from tpuport.quantization.search import search
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 _HOME = {
     "QuantizationReport": "report", "QuantizationScheme": "scheme", "QuantizedLinear": "layer",
-    "Statistics": "statistics", "calibrate": "passes", "search": "search",
+    "Statistics": "statistics", "calibrate": "passes", "save_published": "published_save",
+    "search": "search",
 }  # fmt: skip
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "QuantizedLinear",
     "Statistics",
     "calibrate",
+    "save_published",
     "search",
 ]
 

@@ -183,10 +183,12 @@ def _rounded(
         step = held["input_scale"]
         return _product(input_codes(x / step, scheme), scheme, held) * step
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
-    low, high = low * scheme.activation_clip, high * scheme.activation_clip
     if scheme.activation_symmetric:
-        step = (torch.maximum(high, -low) / scheme.input_limit).clamp_min(_LEAST)
+        # One division: where the largest value of a row is between two codes, two would move it.
+        limit = scheme.input_limit / scheme.activation_clip
+        step = (torch.maximum(high, -low) / limit).clamp_min(_LEAST)
         return _product(input_codes(x / step, scheme), scheme, held) * step
+    low, high = low * scheme.activation_clip, high * scheme.activation_clip
     step = ((high - low) / 255).clamp_min(_LEAST)
     zero = torch.round(-low / step) - 128
     y = _product(input_codes(torch.round(x / step) + zero, scheme), scheme, held)

@@ -22,13 +22,13 @@ from tpuport.weights.checkpoint import Checkpoint
 
 Config = Mapping[str, Any]
 # AWQ's "gemm" kernels have the columns of eight in this order.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 # compressed-tensors divides the largest value by half of 255; a row's scale here is over 127.
-_HALF_RANGE = 127 / 127.5
+HALF_RANGE = 127 / 127.5
 
 
 @dataclass(frozen=True)
-class _StoredLayer:
+class StoredLayer:
     """One layer as a file has it.
 
     Attributes:
@@ -128,7 +128,7 @@ def _bias(part: _Part, model: torch.nn.Module) -> torch.Tensor | None:
     return bias
 
 
-def _layer(part: _Part, found: _StoredLayer, bias: torch.Tensor | None) -> QuantizedLinear:
+def _layer(part: _Part, found: StoredLayer, bias: torch.Tensor | None) -> QuantizedLinear:
     groups, num = found.scale.shape[0], found.codes.shape[1]
     size = num if found.group in (None, -1) else min(int(found.group or num), num)
     if size * groups != num:
@@ -148,11 +148,20 @@ def _layer(part: _Part, found: _StoredLayer, bias: torch.Tensor | None) -> Quant
     )
 
 
-def _unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def unpacked(packed: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     """Return the unsigned codes that each int32 holds, the lowest bits first, along a dim."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     parts = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return parts.movedim(-1, dim + 1).flatten(dim, dim + 1)
+
+
+def packed(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Return the int32 words that `unpacked` reads; the last one may hold fewer codes."""
+    moved = codes.long().movedim(dim, -1)
+    each = 32 // bits
+    parts = torch.nn.functional.pad(moved, (0, -moved.shape[-1] % each)).unflatten(-1, (-1, each))
+    words = (parts << torch.arange(0, 32, bits)).sum(-1)
+    return words.to(torch.int32).movedim(-1, dim).contiguous()
 
 
 def _by_group(part: _Part, key: str, groups: int) -> torch.Tensor | None:
@@ -169,7 +178,7 @@ def _by_group(part: _Part, key: str, groups: int) -> torch.Tensor | None:
 # -- compressed-tensors ----------------------------------------------------------------------------
 
 
-def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
+def _read_compressed(part: _Part, config: Config) -> StoredLayer:
     group = _group_of(part, config)
     weights = group["weights"]
     bits, kind = weights["num_bits"], weights.get("type", "int")
@@ -181,7 +190,7 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
         raise part.refuse(f"scales by {weights.get('strategy')!r}")
     if f"{part.name}.weight_packed" in part.opened:
         rows, columns = part("weight_shape").tolist()
-        codes = _unpacked(part("weight_packed"), bits, 1)[:, :columns] - 2 ** (bits - 1)
+        codes = unpacked(part("weight_packed"), bits, 1)[:, :columns] - 2 ** (bits - 1)
     else:
         codes = part("weight")
         if codes.dtype is not (torch.float8_e4m3fn if kind == "float" else torch.int8):
@@ -191,14 +200,14 @@ def _read_compressed(part: _Part, config: Config) -> _StoredLayer:
     scale = scale.expand(rows, -1).t()
     zero = part.optional("weight_zero_point")
     if zero is not None and zero.dtype == torch.int32:
-        zero = _unpacked(zero, bits, 0)[:rows] - 2 ** (bits - 1)
+        zero = unpacked(zero, bits, 0)[:rows] - 2 ** (bits - 1)
     zero = None if zero is None else zero.reshape(-1, zero.shape[-1]).expand(rows, -1).t()
     if zero is not None and not zero.any():
         zero = None
     order = _by_group(part, "weight_g_idx", scale.shape[0])
     inputs, input_scale = _inputs(part, group.get("input_activations"), kind)
     group_size = weights.get("group_size")
-    return _StoredLayer(bits, codes, scale, group_size, zero, order, inputs, input_scale)
+    return StoredLayer(bits, codes, scale, group_size, zero, order, inputs, input_scale)
 
 
 def _inputs(part: _Part, said: Config | None, of_weight: str) -> tuple[Config, torch.Tensor | None]:
@@ -210,7 +219,7 @@ def _inputs(part: _Part, said: Config | None, of_weight: str) -> tuple[Config, t
     if bits != 8 or kind != of_weight or not said.get("symmetric", True):
         raise part.refuse(f"inputs of {bits} bits ({kind}, symmetric={said.get('symmetric')})")
     if said.get("dynamic") is True and said.get("strategy") == "token":
-        clip = {} if number else {"activation_clip": _HALF_RANGE}
+        clip = {} if number else {"activation_clip": HALF_RANGE}
         return {"activation_bits": 8, **clip, **number}, None
     if not said.get("dynamic") and said.get("strategy") == "tensor":
         part.optional("input_zero_point")
@@ -253,15 +262,15 @@ def _is_compressed(opened: Checkpoint, name: str) -> bool:
 # -- GPTQ and AWQ ----------------------------------------------------------------------------------
 
 
-def _read_gptq(part: _Part, config: Config) -> _StoredLayer:
+def _read_gptq(part: _Part, config: Config) -> StoredLayer:
     bits = config["bits"]
     if bits not in (4, 8):
         raise part.refuse(f"weights of {bits} bits")
     version = config.get("checkpoint_format") or "gptq"
     if version not in ("gptq", "gptq_v2"):
         raise part.refuse(f"the checkpoint_format {version!r}")
-    codes = _unpacked(part("qweight"), bits, 0).t() - 2 ** (bits - 1)
-    scale, stored = part("scales"), _unpacked(part("qzeros"), bits, 1)[:, : codes.shape[0]]
+    codes = unpacked(part("qweight"), bits, 0).t() - 2 ** (bits - 1)
+    scale, stored = part("scales"), unpacked(part("qzeros"), bits, 1)[:, : codes.shape[0]]
     if scale.shape != stored.shape or scale.shape[1] != codes.shape[0]:
         raise part.refuse(f"codes that are not of {bits} bits")
     if version == "gptq":
@@ -271,25 +280,25 @@ def _read_gptq(part: _Part, config: Config) -> _StoredLayer:
         stored = stored + 1
     zero = stored - 2 ** (bits - 1)
     order = _by_group(part, "g_idx", scale.shape[0])
-    return _StoredLayer(
+    return StoredLayer(
         bits, codes, scale, config.get("group_size"), zero if zero.any() else None, order
     )
 
 
-def _read_awq(part: _Part, config: Config) -> _StoredLayer:
+def _read_awq(part: _Part, config: Config) -> StoredLayer:
     version, bits = config.get("version", "gemm").lower(), config.get("bits", 4)
     if version != "gemm" or bits != 4:
         raise part.refuse(f"weights of {bits} bits in the version {version!r}")
 
     def columns(packed: torch.Tensor) -> torch.Tensor:
-        parts = _unpacked(packed, bits, 1).unflatten(1, (-1, 8))
-        return parts[..., torch.tensor(_AWQ_ORDER).argsort()].flatten(1)
+        parts = unpacked(packed, bits, 1).unflatten(1, (-1, 8))
+        return parts[..., torch.tensor(AWQ_ORDER).argsort()].flatten(1)
 
     codes, scale = columns(part("qweight")).t() - 8, part("scales")
     zero = part.optional("qzeros")
     zero = None if zero is None else columns(zero) - 8
     zero = None if zero is None or not zero.any() else zero
-    return _StoredLayer(bits, codes, scale, config.get("group_size"), zero)
+    return StoredLayer(bits, codes, scale, config.get("group_size"), zero)
 
 
 def _is_packed(opened: Checkpoint, name: str) -> bool:
@@ -302,7 +311,7 @@ class _Format:
 
     marks: tuple[str, ...]
     has: Callable[[Checkpoint, str], bool]
-    read: Callable[[_Part, Config], _StoredLayer]
+    read: Callable[[_Part, Config], StoredLayer]
 
 
 _FORMATS = {
