@@ -1,20 +1,17 @@
-"""Gemma as π0 uses it: a norm that the time of the flow may scale, and keys that are handed on."""
+"""Gemma as π0 uses it: a norm that the time of the flow may scale, and keys that are handed on.
 
-from typing import Any
+Other parts are those of transformers without its import, which takes longer than the rest of a
+server's start.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GemmaConfig
-from transformers.models.gemma.modeling_gemma import (
-    GemmaAttention,
-    GemmaMLP,
-    GemmaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
 
 from recipes.openpi.config import Transformer
 
+# Of the periods of rotary positions the longest, over 2 pi.
+LONGEST = 10_000.0
 Keys = tuple[Tensor, Tensor]  # keys and values of a layer, (B, heads, tokens, head dim) each
 
 
@@ -55,16 +52,55 @@ def _added(x: Tensor, change: Tensor, gate: Tensor | None) -> Tensor:
     return x + change if gate is None else x + change * gate
 
 
+def rotary_of(positions: Tensor, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine (B, 1, tokens, head dim) of positions (B, tokens)."""
+    rates = 1.0 / LONGEST ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    angles = (positions[..., None].float() * rates.to(positions.device)).repeat(1, 1, 2)[:, None]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotated(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the pairs of a head's first and second half by their angles."""
+    first, second = x.chunk(2, dim=-1)
+    return x * rotary[0] + torch.cat([-second, first], dim=-1) * rotary[1]
+
+
+class Attention(nn.Module):
+    """The projections of a layer's attention."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.head_dim = sizes.head_dim
+        inner, shared = sizes.heads * sizes.head_dim, sizes.kv_heads * sizes.head_dim
+        self.q_proj = nn.Linear(sizes.width, inner, bias=False)
+        self.k_proj = nn.Linear(sizes.width, shared, bias=False)
+        self.v_proj = nn.Linear(sizes.width, shared, bias=False)
+        self.o_proj = nn.Linear(inner, sizes.width, bias=False)
+
+
+class MLP(nn.Module):
+    """The gated product of a layer."""
+
+    def __init__(self, sizes: Transformer) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(sizes.width, sizes.mlp, bias=False)
+        self.up_proj = nn.Linear(sizes.width, sizes.mlp, bias=False)
+        self.down_proj = nn.Linear(sizes.mlp, sizes.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return values of the same shape."""
+        return self.down_proj(F.gelu(self.gate_proj(x), approximate="tanh") * self.up_proj(x))
+
+
 class Layer(nn.Module):
     """A layer of Gemma that attends to its own tokens, and to those of `past` if there are some."""
 
-    def __init__(self, config: GemmaConfig, index: int, *, adaptive: bool) -> None:
+    def __init__(self, sizes: Transformer, *, adaptive: bool) -> None:
         super().__init__()
-        self.self_attn = GemmaAttention(config, index)
-        self.mlp = GemmaMLP(config)
-        width: int = config.hidden_size
-        self.input_layernorm = AdaptiveNorm(width, adaptive=adaptive)
-        self.post_attention_layernorm = AdaptiveNorm(width, adaptive=adaptive)
+        self.self_attn = Attention(sizes)
+        self.mlp = MLP(sizes)
+        self.input_layernorm = AdaptiveNorm(sizes.width, adaptive=adaptive)
+        self.post_attention_layernorm = AdaptiveNorm(sizes.width, adaptive=adaptive)
 
     def forward(
         self,
@@ -83,20 +119,18 @@ class Layer(nn.Module):
             mask: Who attends to whom, (B, 1, tokens or 1, past tokens + tokens).
             past: Keys and values of the tokens in front.
         """
-        attention: Any = self.self_attn
+        attention = self.self_attn
         normed, gate = self.input_layernorm(x, condition)
         heads = (*normed.shape[:2], -1, attention.head_dim)
         query, key, value = (
             projection(normed).view(heads).transpose(1, 2)
             for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        query, key = rotated(query, rotary), rotated(key, rotary)
         keys, values = key, value
         if past is not None:
             keys, values = torch.cat([past[0], key], 2), torch.cat([past[1], value], 2)
-        found = F.scaled_dot_product_attention(
-            query, keys, values, mask, scale=attention.scaling, enable_gqa=True
-        )
+        found = F.scaled_dot_product_attention(query, keys, values, mask, enable_gqa=True)
         x = _added(x, attention.o_proj(found.transpose(1, 2).flatten(2)), gate)
         normed, gate = self.post_attention_layernorm(x, condition)
         return _added(x, self.mlp(normed), gate), (key, value)
@@ -107,24 +141,11 @@ class Gemma(nn.Module):
 
     def __init__(self, sizes: Transformer, *, vocab_size: int | None, adaptive: bool) -> None:
         super().__init__()
-        config = GemmaConfig(
-            hidden_size=sizes.width,
-            intermediate_size=sizes.mlp,
-            num_hidden_layers=sizes.depth,
-            num_attention_heads=sizes.heads,
-            num_key_value_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
-            hidden_act="gelu_pytorch_tanh",
-            vocab_size=vocab_size or 1,
-            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-        )
+        self.head_dim = sizes.head_dim
         if vocab_size is not None:
             self.embed_tokens = nn.Embedding(vocab_size, sizes.width)
-        self.layers = nn.ModuleList(
-            Layer(config, index, adaptive=adaptive) for index in range(sizes.depth)
-        )
+        self.layers = nn.ModuleList(Layer(sizes, adaptive=adaptive) for _ in range(sizes.depth))
         self.norm = AdaptiveNorm(sizes.width, adaptive=adaptive)
-        self.rotary_emb = GemmaRotaryEmbedding(config)
 
     def forward(
         self,
@@ -135,7 +156,7 @@ class Gemma(nn.Module):
         past: list[Keys] | None = None,
     ) -> tuple[Tensor, list[Keys]]:
         """Return the last layer's values before the norm, and each layer's keys and values."""
-        rotary = self.rotary_emb(x, positions)
+        rotary = rotary_of(positions, self.head_dim, x.dtype)
         kept: list[Keys] = []
         for index, layer in enumerate(self.layers):
             x, keys = layer(x, condition, rotary, mask, None if past is None else past[index])

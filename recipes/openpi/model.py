@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import SiglipVisionConfig, SiglipVisionModel
 
 from recipes.openpi.augment import augmented
 from recipes.openpi.config import Config
 from recipes.openpi.gemma import Gemma, Keys
+from recipes.openpi.siglip import Siglip
 
 Batch = dict[str, Tensor]
 
@@ -42,24 +42,12 @@ class _Tower(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        sizes = config.vision
-        self.vision_model = SiglipVisionModel(
-            SiglipVisionConfig(
-                hidden_size=sizes.width,
-                intermediate_size=sizes.mlp,
-                num_hidden_layers=sizes.depth,
-                num_attention_heads=sizes.heads,
-                image_size=sizes.image_size,
-                patch_size=sizes.patch_size,
-                vision_use_head=False,
-            )
-        )
+        self.vision_model = Siglip(config.vision)
 
     def forward(self, pixels: Tensor, dtype: torch.dtype) -> Tensor:
         """Encode images (N, 3, height, width) in [-1, 1] to (N, tokens, width)."""
-        model: Any = self.vision_model
-        embedded = model.embeddings(pixels).to(dtype)
-        return model.post_layernorm(model.encoder(inputs_embeds=embedded).last_hidden_state)
+        model = self.vision_model
+        return model.post_layernorm(model.encoder(model.embeddings(pixels).to(dtype)))
 
 
 class _Projector(nn.Module):

@@ -65,33 +65,7 @@ def read_weights(folder: Path) -> Pi0:
             )
         weights[name] = value
     policy.load_state_dict(weights, strict=False, assign=True)
-    _fill_buffers(policy, config)
     return policy.eval()
-
-
-def _fill_buffers(policy: Pi0, config: Config) -> None:
-    """Replace buffers that are on the meta device: they are constants that no file has."""
-    if not any(buffer.is_meta for buffer in policy.buffers()):
-        return
-    small = Config(
-        **{
-            **vars(config),
-            "vocab_size": 1,
-            "action_dim": 1,
-            **{
-                name: type(part)(**{**vars(part), "width": 8 * heads, "mlp": 1, "depth": 1})
-                for name, part, heads in (
-                    ("language", config.language, 1),
-                    ("expert", config.expert, 1),
-                    ("vision", config.vision, config.vision.heads),
-                )
-            },
-        }
-    )
-    made = dict(make_policy(small).named_buffers())
-    for name, _ in list(policy.named_buffers()):
-        module, _, leaf = name.rpartition(".")
-        policy.get_submodule(module).register_buffer(leaf, made[name], persistent=False)
 
 
 def random_weights(config: Config, seed: int = 0) -> Pi0:

@@ -1,15 +1,22 @@
 """π0 and π0.5 as programs: the losses, gradients and actions of eager PyTorch."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
 import torch
+from transformers import GemmaConfig, SiglipVisionConfig, SiglipVisionModel
+from transformers.models.gemma import modeling_gemma
 
 import tpuport
-from recipes.openpi.config import Config, Transformer, config_of, read_config
+from recipes.openpi.config import Config, Transformer, Vision, config_of, read_config
+from recipes.openpi.gemma import MLP, rotary_of, rotated
 from recipes.openpi.model import Pi0, augmented_loss, policy_loss, to_bfloat16
+from recipes.openpi.siglip import Siglip
 from recipes.openpi.weights import random_weights, read_weights, upstream_names, write_weights
 from tests.recipes.openpi.small import BOTH, SMALL, observations, small_policy
 from tpuport.foundation.errors import CheckpointError, UsageError
@@ -54,6 +61,53 @@ def test_losses_gradients_and_actions_are_those_of_eager(kind: str):
         found = ported.sample_actions(batch, noise, given)
         assert relative(tpuport.to_numpy(found), actions) < 1e-5
     assert "while_loop" in str(ported.report)
+
+
+def test_parts_are_those_of_transformers():
+    """The encoder of images, and a layer's rotation of positions and gated product."""
+    torch.manual_seed(0)
+    sizes = Vision(width=32, depth=2, mlp=48, heads=4, image_size=28, patch_size=14)
+    encoder, pixels = Siglip(sizes), torch.randn(2, 3, 28, 28)
+    config = SiglipVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        image_size=28, patch_size=14, vision_use_head=False,
+    )  # fmt: skip
+    theirs = SiglipVisionModel(config).eval()
+    theirs.load_state_dict(encoder.state_dict())
+    with torch.no_grad():
+        expected = theirs(pixels).last_hidden_state
+        found = encoder.post_layernorm(encoder.encoder(encoder.embeddings(pixels)))
+    assert relative(found, expected) < 1e-6
+
+    language = Transformer(width=32, depth=1, mlp=48, heads=4, kv_heads=1, head_dim=16)
+    settings = GemmaConfig(
+        hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=16, hidden_act="gelu_pytorch_tanh",
+    )  # fmt: skip
+    x, positions = torch.randn(2, 5, 32), torch.tensor([[0, 1, 2, 3, 700], [0, 0, 0, 1, 2]])
+    gated = MLP(language)
+    product = modeling_gemma.GemmaMLP(settings)
+    product.load_state_dict(gated.state_dict())
+    assert relative(gated(x), product(x)) < 1e-6
+    cosine, sine = modeling_gemma.GemmaRotaryEmbedding(settings)(x, positions)
+    query = torch.randn(2, 4, 5, 16)
+    turned, _ = modeling_gemma.apply_rotary_pos_emb(query, query, cosine, sine)
+    assert relative(rotated(query, rotary_of(positions, 16, x.dtype)), turned) < 1e-6
+
+
+def test_a_server_starts_without_transformers(tmp_path: Path):
+    """It takes a second or two to import."""
+    write_weights(tmp_path, small_policy("pi0"))
+    code = f"""
+import sys
+from pathlib import Path
+import recipes.openpi.serve
+from recipes.openpi.weights import read_weights
+read_weights(Path({str(tmp_path)!r}))
+print("transformers" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "False", done.stdout + done.stderr
 
 
 def test_what_is_padding_changes_nothing():
