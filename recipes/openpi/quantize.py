@@ -48,12 +48,14 @@ class Quantized:
     report: Any
 
 
-def scheme_of(name: str) -> str | QuantizationScheme:
-    """Return a scheme by name.
+def scheme_of(name: str | QuantizationScheme) -> str | QuantizationScheme:
+    """Return a scheme by name; one that is no name is itself.
 
     Raises:
         UsageError: There is no such scheme.
     """
+    if isinstance(name, QuantizationScheme):
+        return name
     if name not in SCHEMES:
         raise UsageError(f"scheme={name!r}: expected one of {', '.join(SCHEMES)}")
     return SCHEMES[name]
@@ -61,7 +63,7 @@ def scheme_of(name: str) -> str | QuantizationScheme:
 
 def quantize_policy(
     policy: Pi0,
-    scheme: str,
+    scheme: str | QuantizationScheme,
     calibration: Sequence[tuple[Batch, torch.Tensor]],
     *,
     num_steps: int = 4,
@@ -70,7 +72,7 @@ def quantize_policy(
 
     Args:
         policy: The policy in float32.
-        scheme: A name of `SCHEMES`.
+        scheme: A name of `SCHEMES`, or a scheme.
         calibration: Batches and noise.
         num_steps: Steps of the flow from which layers' inputs are taken.
     """
@@ -79,7 +81,9 @@ def quantize_policy(
     return Quantized(found.policy, made.quantization)
 
 
-def _quantized(policy: Pi0, scheme: str, num_steps: int = 1, **options: Any) -> Any:
+def _quantized(
+    policy: Pi0, scheme: str | QuantizationScheme, num_steps: int = 1, **options: Any
+) -> Any:
     keep = (*_KEEP, *_KEEP_OF[policy.config.pi05])
     acting = Acting(policy, num_steps)
     return tpuport.quantize(acting, scheme_of(scheme), keep=keep, verify=False, **options)
