@@ -40,3 +40,11 @@ def test_what_helps(tmp_path: Path, error: str, advice: str) -> None:
     settings = ScriptSettings(ARGPARSE, options)
     chosen = ChosenArguments(("--data-path", "data/train.zarr"), ())
     assert advice in what_helps(error, tmp_path, entry, settings, chosen)
+
+
+def test_a_script_may_have_no_arguments(tmp_path: Path) -> None:
+    entry = StartScript("a.py", trains=True, reasons=())
+    options = {"data-path": Option("data-path", "--data-path", default="other/place")}
+    settings = ScriptSettings(ARGPARSE, options)
+    advice = what_helps(LOST, tmp_path, entry, settings, ChosenArguments((), ()))
+    assert "not there: data-path (other/place)" in advice

@@ -4,6 +4,7 @@ import importlib.util
 import re
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from itertools import zip_longest
 from pathlib import Path
 
 from tpuport.repository.scripts import StartScript, shown_launches
@@ -93,7 +94,7 @@ def _not_there(
 
 def _value(name: str, default: object, words: Sequence[str]) -> str:
     """Return what a command line gives a setting, or its default."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         flag, sign, value = word.partition("=")
         if flag.lstrip("-+") == name:
             return value if sign else following
