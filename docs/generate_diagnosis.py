@@ -7,7 +7,7 @@ checks.
 import inspect
 from pathlib import Path
 
-from tpuport.diagnosis.causes._cause import Cause, Raised, Recorded
+from tpuport.diagnosis.causes._cause import Cause, Recorded
 from tpuport.diagnosis.explain import find_causes
 
 PAGE = Path(__file__).parent / "diagnosis.md"
@@ -58,7 +58,7 @@ def example(cause: Cause, recorded: Recorded) -> str:
     text = recorded.message.strip()
     text = text if len(text) <= SHOWN else f"{text[:SHOWN].rstrip()} ..."
     kind = recorded.name.removeprefix("builtins.")
-    said = cause.explain(Raised((recorded.name, "builtins.Exception"), recorded.message))
+    said = cause.explain(recorded.raised())
     assert said is not None, recorded
     lines = [said.problem, *said.details, f"What to do: {said.remedies[0]}", *said.remedies[1:]]
     block = f"```text\n{kind}: {text}\n```"

@@ -243,7 +243,7 @@ def test_torchaxs_own_key_is_told_from_other_leaks():
 
 def explained_by(recorded: Recorded) -> dict[str, str]:
     """The causes that take a recorded exception for theirs, and what they say."""
-    raised = Raised((recorded.name, "builtins.Exception"), recorded.message)
+    raised = recorded.raised()
     said = {name: cause.explain(raised) for name, cause in find_causes().items()}
     return {name: one.problem for name, one in said.items() if one is not None}
 

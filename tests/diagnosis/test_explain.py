@@ -1,5 +1,6 @@
 """Explanations as users meet them: a note on their own exception, once, and otherwise as it was."""
 
+import linecache
 import pickle
 import subprocess
 import sys
@@ -263,3 +264,46 @@ def test_a_file_of_the_user_may_have_torchax_in_its_name(tmp_path: Path):
     diagnosis = tpuport.explain_error(caught.value)
     assert diagnosis is not None
     assert (diagnosis.file, diagnosis.line, diagnosis.rule) == (str(path), 4, "TPU510")
+
+
+# A line of tpuport or torchax that fails.
+
+
+class Net(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu() + 1
+
+
+@pytest.mark.parametrize(
+    ("line", "explained"),
+    [
+        ("none.aval", True),
+        ("{}['key']", True),
+        ("assert traced is None", True),
+        ("unknown(traced)", True),
+        ("getattr(traced, 'given_by_the_script')", False),
+        ("raise AttributeError('no such attribute')", False),
+        ("torch.ones(2) + torch.ones(3)", False),
+        ("torch.ones(2).sum(5)", False),
+    ],
+)
+def test_a_fault_of_a_line_of_tpuport_is_said_to_be_one(
+    line: str, explained: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """What tpuport did not mean to raise is its fault; what torch says is the script's."""
+    file = str(Path(tpuport.__file__).parent / "tracing" / "lowerings" / "a_fault.py")
+    names: dict[str, Any] = {"torch": torch}
+    source = f"def fail(traced):\n    none = None\n    {line}\n"
+    exec(compile(source, file, "exec"), names)
+    monkeypatch.setitem(linecache.cache, file, (len(source), None, source.splitlines(True), file))
+    monkeypatch.setattr(torch.Tensor, "relu", names["fail"])
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        tpuport.convert(Net(), verify=False)(torch.ones(2))
+    added = notes(caught.value)
+    assert bool(added) == explained
+    if explained:
+        (note,) = added
+        assert note.startswith(f"tpuport explains (unforeseen-error): {__file__}:")
+        assert "the line: tpuport/tracing/lowerings/a_fault.py:3" in note
+        assert "`tpuport run --eager Net`" in note
+        assert "not of your code" in note

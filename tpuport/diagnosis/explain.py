@@ -15,13 +15,22 @@ from tpuport.diagnosis import causes
 from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised
 from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.tracebacks import trim
-from tpuport.foundation.user_frames import CodePlace, is_inside, passes_through, user_places
+from tpuport.foundation.user_frames import (
+    CodePlace,
+    failing_line,
+    is_inside,
+    passes_through,
+    running_module,
+    user_places,
+)
 
 if TYPE_CHECKING:
     from tpuport.source.rewrite.finding import Finding
 
 _MARK = "tpuport explains"
 _PORTED = "model/ported_model.py"
+# What is said of an error that tpuport or torchax did not mean to raise.
+OWN_FAULT = f"{_MARK} (unforeseen-error)"
 
 
 @dataclass(frozen=True)
@@ -176,12 +185,25 @@ def _explain(error: BaseException, places: tuple[CodePlace, ...]) -> Diagnosis |
         str(error),
         places[0] if places else None,
         passes_through(error.__traceback__, _PORTED),
+        *_failed_inside(error),
+        module=running_module(error.__traceback__),
     )
     for name, cause in find_causes().items():
         found = cause.explain(raised)
         if found is not None:
             return _diagnosis(name, found, raised.place, cause.RULES)
     return None
+
+
+def _failed_inside(error: BaseException) -> tuple[str | None, str | None]:
+    """Return the library of which a line failed unforeseen, and that line."""
+    found = failing_line(error.__traceback__)
+    if found is None:
+        return None, None
+    package, place, code = found
+    # A name that the line does not have was looked up for the script: it is absent in eager, too.
+    is_dynamic = isinstance(error, AttributeError) and error.name not in code.co_names
+    return (None, None) if is_dynamic else (package, str(place))
 
 
 def _diagnosis(
@@ -207,7 +229,7 @@ def _diagnosis(
 
 @functools.cache
 def find_causes() -> dict[str, Cause]:
-    """Return every cause by its name, which is its file's name with dashes."""
+    """Return every cause by its name, its file's with dashes, in the order of asking them."""
     found: dict[str, Cause] = {}
     for info in sorted(pkgutil.iter_modules(causes.__path__), key=lambda m: m.name):
         if info.name.startswith("_"):
@@ -215,7 +237,7 @@ def find_causes() -> dict[str, Cause]:
         module = importlib.import_module(f"{causes.__name__}.{info.name}")
         name = "".join(word.title() for word in info.name.split("_"))
         found[info.name.replace("_", "-")] = getattr(module, name)()
-    return found
+    return dict(sorted(found.items(), key=lambda item: item[1].LAST))
 
 
 def _finding_at(place: CodePlace, codes: tuple[str, ...]) -> "Finding | None":

@@ -80,6 +80,37 @@ def passes_through(trace: TracebackType | None, file: str) -> bool:
     return any(frame.f_code.co_filename == wanted for frame, _ in traceback.walk_tb(trace))
 
 
+def failing_line(trace: TracebackType | None) -> tuple[str, CodePlace, CodeType] | None:
+    """Return the innermost line of a traceback if it is tpuport's or torchax's and raises nothing.
+
+    Returns:
+        The package, the line with its file relative to where the package lies, and its code object;
+        None if the line is of other code, or a `raise` statement.
+    """
+    frames = list(traceback.walk_tb(trace))
+    if not frames:
+        return None
+    frame, line = frames[-1]
+    place = CodePlace.at(frame.f_code.co_filename, line)
+    for folder in inside_prefixes():
+        package = os.path.basename(folder.rstrip(os.sep))
+        if package in ("tpuport", "torchax") and place.file.startswith(folder):
+            if (place.source or "raise").startswith("raise"):
+                return None
+            file = os.path.join(package, place.file.removeprefix(folder))
+            return package, CodePlace(file, line, place.source), frame.f_code
+    return None
+
+
+def running_module(trace: TracebackType | None) -> str | None:
+    """Return the class of the innermost `forward` of a traceback that is the user's."""
+    for frame, _ in reversed(list(traceback.walk_tb(trace))):
+        code = frame.f_code
+        if code.co_name == "forward" and not is_inside(code.co_filename):
+            return type(frame.f_locals["self"]).__name__ if "self" in frame.f_locals else None
+    return None
+
+
 def user_frame() -> FrameType | None:
     """Return the innermost running frame that is neither tpuport's nor torch's nor jax's."""
     inside = inside_prefixes()

@@ -17,12 +17,19 @@ class Raised:
         message: Its text.
         place: The user's line that it comes from, if the traceback has one.
         ported: Whether it left a model that `tpuport.convert` ported.
+        inside: The library, tpuport or torchax, of which a line failed that raises nothing on
+            purpose.
+        raised_at: That line, as `package/file.py:line`.
+        module: The class of the user's module whose `forward` was running, if one was.
     """
 
     names: tuple[str, ...]
     message: str
     place: CodePlace | None = None
     ported: bool = False
+    inside: str | None = None
+    raised_at: str | None = None
+    module: str | None = None
 
     def is_a(self, *wanted: str) -> bool:
         """Return whether it is of a class, given by package and name: `jax.UnexpectedTracerError`.
@@ -64,12 +71,18 @@ class Recorded:
         message: Its text, without uninformative parts.
         where: The code that raises it, or where it was reported.
         shows: The explanation's problem, to the letter.
+        inside: The library of which a line failed, if that tells the cause.
     """
 
     name: str
     message: str
     where: str
     shows: str
+    inside: str | None = None
+
+    def raised(self) -> Raised:
+        """Return it as causes see it."""
+        return Raised((self.name, "builtins.Exception"), self.message, inside=self.inside)
 
 
 class Cause:
@@ -78,11 +91,13 @@ class Cause:
     The docstring of a subclass is its section in the documentation: one line on what happens, then
     the reason, for people who know PyTorch and not JAX. `RULES` are the rules of `tpuport lint`
     that find such lines, the most common first; the diagnosis names one if it finds the user's
-    line. `RECORDED` are real exceptions with this cause.
+    line. `RECORDED` are real exceptions with this cause. `LAST` says that all others are asked
+    before.
     """
 
     RULES: ClassVar[tuple[str, ...]] = ()
     RECORDED: ClassVar[tuple[Recorded, ...]] = ()
+    LAST: ClassVar[bool] = False
 
     def explain(self, raised: Raised) -> Explanation | None:
         """Explain an exception; return None if it has another cause."""
