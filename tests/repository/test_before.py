@@ -22,6 +22,7 @@ from tpuport.repository.before import (
     stand_in_for_torchvision,
 )
 from tpuport.repository.copies import copy_repository
+from tpuport.repository.logs import last_error
 
 BEFORE = Path(runs.__file__).with_name("before.py")
 
@@ -290,8 +291,8 @@ def test_the_last_error_of_a_log() -> None:
         AssertionError: no
         some more
         """)
-    assert runs._last_error(log) == "AssertionError: no (lib/net.py:7)."
-    assert runs._last_error("train.py: error: the following arguments are required: --lr") == (
+    assert last_error(log) == "AssertionError: no (lib/net.py:7)."
+    assert last_error("train.py: error: the following arguments are required: --lr") == (
         "train.py: error: the following arguments are required: --lr."
     )
-    assert runs._last_error("nothing") == ""
+    assert last_error("nothing") == ""

@@ -33,6 +33,8 @@ _GENERATIONS = {
 _CHIPS_OF_HOST = 4
 _SETUP = 'pip install "tpuport[jax,tpu,train]"'
 
+_STACK = "ulimit -s unlimited"
+
 _RUN = """\
 #!/bin/sh
 # Starts the script; call it in the folder of the repository.
@@ -126,6 +128,8 @@ def write_launch_files(
     options: Sequence[str],
     name: str,
     blanks: Sequence[Blank] = (),
+    *,
+    unlimited_stack: bool = False,
 ) -> list[str]:
     """Write `run.sh` and the launch files for a slice, and return their names.
 
@@ -136,6 +140,7 @@ def write_launch_files(
         options: Options of `tpuport run`.
         name: The slice, such as `v6e-8`.
         blanks: What in the arguments a person has to fill in: the files stop or say so.
+        unlimited_stack: Whether libtpu needs a stack without a limit for the script.
 
     Raises:
         UsageError: there is no such slice.
@@ -144,6 +149,9 @@ def write_launch_files(
     words = ["tpuport", "run", *options, *words]
     command = " ".join(_shell_word(word, blanks) for word in words)
     asked = "".join(_asked(blank) for blank in blanks)
+    if unlimited_stack:
+        asked += f"# libtpu crashes on this model otherwise.\n{_STACK}\n"
+        words = ["sh", "-c", f"{_STACK} && exec {shlex.join(words)}"]
     files = {
         "run.sh": _RUN.format(command=command, blanks=asked),
         **_launch_files(root, out, topology, words, blanks),

@@ -114,12 +114,14 @@ def port_repository(wanted: PortRequest, tell: Callable[[str], None]) -> Reposit
         report.save(wanted.out)
     fitting = report.stages["fit"].result.get("slice", report.slice_name)
     report = replace(report, slice_name=fitting)
-    report = replace(report, files={**report.files, **_launched(project, fitting)})
+    needs_stack = bool(report.stages["fit"].result.get("needs_stack"))
+    launched = _launched(project, fitting, unlimited_stack=needs_stack)
+    report = replace(report, files={**report.files, **launched})
     report.save(wanted.out)
     return report
 
 
-def _launched(project: Repository, slice_name: str) -> dict[str, str]:
+def _launched(project: Repository, slice_name: str, *, unlimited_stack: bool) -> dict[str, str]:
     """Write the files that start the script; return what each is for."""
     wanted, entry = project.wanted, project.entry
     if entry is None:
@@ -128,6 +130,7 @@ def _launched(project: Repository, slice_name: str) -> dict[str, str]:
     written = write_launch_files(
         *(wanted.root, wanted.out, [entry.path, *chosen.launched]),
         *(wanted.run_options, slice_name, chosen.blanks),
+        unlimited_stack=unlimited_stack,
     )
     compiled = {"compile.html": "memory and time on the slice"}
     there = compiled if (wanted.out / "compile.html").is_file() else {}

@@ -14,6 +14,17 @@ from typing import Any
 from tpuport.repository.advised import what_helps
 from tpuport.repository.capture import SETTINGS, SHARE
 from tpuport.repository.copies import copy_repository
+from tpuport.repository.logs import (
+    TELL,
+    around_a_fault,
+    how_it_died,
+    is_of_tpuport,
+    is_own_fault,
+    last_error,
+    last_line,
+    overflowed,
+    remedy,
+)
 from tpuport.repository.processes import Finished, run_command
 from tpuport.repository.scripts import StartScript
 from tpuport.repository.slices import FIRST_SLICE, next_slice
@@ -30,14 +41,12 @@ from tpuport.verify.hub import OFFLINE
 from tpuport.verify.processes import KILLED, MORE_TIME, TRAINED
 
 _WORK = "work"
-_PACKAGE = Path(__file__).parents[1]
 _TRIALS = 4
 # Less of what the optimizer trains is a part of the model, and said to be one.
 _WHOLE = 0.99
 # What libraries would do unasked: send a run to a service, open a window, shorten a traceback.
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
-_TELL = "please report it with the script"
-_REPORT = f"it is more than rounding: {_TELL}"
+_REPORT = f"it is more than rounding: {TELL}"
 _KINDS = (
     "made up",
     "refused write",
@@ -206,12 +215,7 @@ def _verified(
         return _fails_alone(ended, result, project, entry)
     result["verification"] = found
     if found["failure"]:
-        answer = "The script runs in eager PyTorch, and fails when it is ported"
-        if KILLED in found["failure"]:
-            return _killed(answer, result)
-        answer += f": {error}" if (error := _last_error(result["log"])) else "."
-        ask = "see the end of its output; `--run-option` passes options to `tpuport run`"
-        return StageRecord("verify", FAILED, "run", answer, ask, result)
+        return _fails_ported(found, result)
     if not found["programs"]:
         answer = "The script runs, and nothing of it was ported: it calls no module on CUDA."
         ask = "give the argument with which it uses CUDA after --, or with --set"
@@ -227,6 +231,21 @@ def _verified(
     answer = f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager"
     answer += f" PyTorch's{rounding}{_on_what(result)}."
     return StageRecord("verify", DONE, "run", answer, "", result)
+
+
+def _fails_ported(found: dict[str, Any], result: dict[str, Any]) -> StageRecord:
+    """Say why a script fails when it is ported, and whose fault that is."""
+    answer, log = "The script runs in eager PyTorch, and fails when it is ported", result["log"]
+    if KILLED in found["failure"]:
+        return _killed(answer, result)
+    error = last_error(log)
+    ask = remedy(log) or "see the end of its output; `--run-option` passes options to `tpuport run`"
+    if is_own_fault(log):
+        answer += ", by a fault of tpuport and not of the script"
+        ask = around_a_fault(log)
+    return StageRecord(
+        *("verify", FAILED, "run", f"{answer}: {error}" if error else f"{answer}.", ask, result)
+    )
 
 
 def _undecided(found: dict[str, Any], result: dict[str, Any]) -> StageRecord:
@@ -245,11 +264,11 @@ def _fails_alone(
     answer = "The script fails in eager PyTorch, before anything is ported"
     if KILLED in ended.tail:
         return _killed(answer, result)
-    error, chosen = _last_error(result["log"]), project.arguments
-    if _is_of_tpuport(result["log"]):
+    error, chosen = last_error(result["log"]), project.arguments
+    if is_of_tpuport(result["log"]) or is_own_fault(result["log"]):
         answer = "tpuport, which stands in for CUDA, stops the script before anything is ported"
         answer += f": {error}"
-        ask = _remedy(result["log"]) or f"see the end of its output; if that is no help, {_TELL}"
+        ask = remedy(result["log"]) or f"see the end of its output; if that is no help, {TELL}"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     answer += f": {error}" if error else "."
     ask = what_helps(error, project.wanted.root, entry, project.settings_of_entry, chosen)
@@ -286,49 +305,6 @@ def _on_what(result: dict[str, Any]) -> str:
     return f", {', '.join(parts)}" if parts else ""
 
 
-_ERROR = re.compile(
-    r"^([A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b.*|\S+: error: .*)$"
-)
-_PLACE = re.compile(r'^\s*File "(?P<file>[^"/<][^"]*)", line (?P<line>\d+)')
-
-
-def _last_error(log: str) -> str:
-    """Return the last error that a log shows, with the innermost line of the repository."""
-    lines = log.splitlines()
-    error = next((line for line in reversed(lines) if _ERROR.match(line)), "")
-    place = next((m for line in reversed(lines) if (m := _PLACE.match(line))), None)
-    at = f" ({place['file']}:{place['line']})" if place else ""
-    return f"{error[:300]}{at}." if error else ""
-
-
-def _is_of_tpuport(log: str) -> bool:
-    """Return whether the last error that a log shows is one that tpuport raised.
-
-    An innermost frame of tpuport alone does not say so: torch shows none where it fails for what
-    the script gave it.
-    """
-    lines = log.splitlines()
-    error = next((i for i in reversed(range(len(lines))) if _ERROR.match(lines[i])), None)
-    if error is None:
-        return False
-    if lines[error].startswith(_PACKAGE.name + "."):
-        return True
-    frames = [i for i in range(error) if lines[i].lstrip().startswith('File "')]
-    own = bool(frames) and lines[frames[-1]].lstrip().startswith(f'File "{_PACKAGE}{os.sep}')
-    return own and lines[frames[-1] + 1].lstrip().startswith("raise ")
-
-
-def _remedy(log: str) -> str:
-    """Return what an error of tpuport says that one can do."""
-    return log.rpartition("What to do: ")[2].split("\n")[0] if "What to do: " in log else ""
-
-
-def _last_line(log: str) -> str:
-    """Return what tpuport said last: its own errors have no name of a class in front."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:400] if lines else ""
-
-
 def fit_stage(project: Repository) -> StageRecord:
     """Compile the model for a slice: of a function that was named, or the one the script calls."""
     wanted, entry = project.wanted, project.entry
@@ -357,6 +333,7 @@ def fit_stage(project: Repository) -> StageRecord:
             "slice": name,
             "log": work.without_paths(ended.tail),
             "seen": work.seen(work.folder / "compile"),
+            "needs_stack": ended.unlimited_stack,
         }
         found = _json(ended.output)
         if found is None:
@@ -394,31 +371,54 @@ def _compile(
     file = folder / "capture.json"
     file.write_text(json.dumps(settings))
     page = folder / "compile.html"
-    ended = run_command(
-        ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
-        folder=work.copy,
-        log=work.folder / "compile.log",
-        seconds=60 * wanted.most_minutes,
-        environment={**work.environment(), SETTINGS: str(file)},
-    )
+
+    def compile_(*, unlimited_stack: bool) -> Finished:
+        return run_command(
+            ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
+            folder=work.copy,
+            log=work.folder / "compile.log",
+            seconds=60 * wanted.most_minutes,
+            environment={**work.environment(), SETTINGS: str(file)},
+            unlimited_stack=unlimited_stack,
+        )
+
+    ended = compile_(unlimited_stack=False)
+    if overflowed(ended.status, ended.log):
+        ended = compile_(unlimited_stack=True)
     if page.is_file():
         os.replace(page, wanted.out / "compile.html")
     return ended
 
 
 def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) -> StageRecord:
-    late = ended.status is None
     answer = "The model was not compiled"
-    if late:
+    if ended.status is None:
         answer += f" in {wanted.most_minutes:g} minutes."
-    else:
-        last = _last_error(result["log"]) or _last_line(result["log"])
-        answer += f": {last}" if last else "."
-    ask = "give more time with --minutes, or smaller sizes with --set"
-    if not late:
-        ask = "see the end of its output, or name a function that returns the model and its inputs"
-        ask += " with --model file.py:function"
+        ask = "give more time with --minutes, or smaller sizes with --set"
+        return StageRecord("fit", FAILED, "compiled", answer, ask, result)
+    if died := how_it_died(ended.status, ended.log):
+        ask = "give the script smaller sizes with --set, or a machine with more memory"
+        if died != KILLED:
+            ask = _around_a_crash(ended)
+        return StageRecord("fit", FAILED, "compiled", f"{answer}. {died}", ask, result)
+    log = result["log"]
+    if is_own_fault(log):
+        answer += ", by a fault of tpuport and not of the script"
+    error = last_error(log) or last_line(log)
+    answer += f": {error}" if error else "."
+    ask = "see the end of its output, or name a function that returns the model and its inputs"
+    ask += " with --model file.py:function"
+    if is_own_fault(log):
+        ask = f"{TELL}; {ask}"
     return StageRecord("fit", FAILED, "compiled", answer, ask, result)
+
+
+def _around_a_crash(ended: Finished) -> str:
+    """Return what to do about a process that crashed while it compiled."""
+    ask = "try another batch size with --set, another slice with --for, or another libtpu"
+    if overflowed(ended.status, ended.log) and not ended.unlimited_stack:
+        ask = f"allow an unlimited stack (`ulimit -Hs unlimited`, by root) and call again; or {ask}"
+    return f"{ask}; {TELL}"
 
 
 def _fitted(
@@ -449,6 +449,9 @@ def _fitted(
             answer += " The script's autocast is not part of it."
         if found["what"] == "training step":
             answer += " A loss that the script computes outside of the model is not in the program."
+    if result["needs_stack"]:
+        answer += " libtpu crashes on it unless the stack is unlimited (`ulimit -s unlimited`), as"
+        answer += " run.sh and the launch files say."
     ask = "" if fits else "a larger slice with --for, or a smaller batch with --set"
     return StageRecord("fit", DONE if fits else FAILED, "compiled", answer, ask, result)
 
