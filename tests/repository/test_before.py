@@ -27,7 +27,7 @@ from tpuport.repository.logs import last_error
 BEFORE = Path(runs.__file__).with_name("before.py")
 
 HOSTILE = """
-import builtins, gzip, os, socket, subprocess, sys, pathlib
+import builtins, gzip, os, shutil, socket, subprocess, sys, pathlib
 import numpy as np
 
 numbers = np.memmap("data/none.bin", dtype=np.uint16, mode="r")
@@ -39,6 +39,9 @@ with gzip.open("none.gz") as file:
 assert len(gzip.open("large.gz").read(300_000)) == 300_000
 assert np.fromfile("none.f32", dtype=np.float32, count=5).shape == (5,)
 assert "O God, O God!".strip("God, !") == "" or set("O God") <= set(open("none.txt").read())
+assert os.popen("stty size", "r").read().split() == ["24", "80"]
+assert os.get_terminal_size().columns == 80 == shutil.get_terminal_size().columns
+assert os.popen("echo 3").read() == "3\\n"
 open("here.txt", "w").write("mine")
 assert open("here.txt").read() == "mine"
 try:
@@ -79,6 +82,7 @@ def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[d
         [sys.executable, "-c", code + script, work / "before.py", work, *args],
         cwd=folder,
         env={**os.environ, "TMPDIR": str(temporary), "WANDB_MODE": "disabled"},
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
@@ -99,7 +103,7 @@ def test_files_are_made_up_and_writes_outside_refused(tmp_path: Path) -> None:
     }
     assert kinds["made up"] == ["data/none.bin", "none.gz", "large.gz", "none.f32", "none.txt"]
     assert kinds["refused write"] == [str(outside), f"{outside}.d"]
-    assert {"process", "connection"} <= {one["kind"] for one in seen}
+    assert {"process", "connection", "terminal"} <= {one["kind"] for one in seen}
 
 
 def test_nothing_is_made_up_unasked(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ _NUMBERS = 1 << 18
 _LARGEST_NUMBER = 64
 _CLASSES, _IMAGES_OF_CLASS, _IMAGE_SIZE = 10, 8, 256
 _TEXT_SIZE = 1 << 16
+_TERMINAL = "24 rows of 80 columns"
 _CHARACTERS = "".join(chr(n) for n in range(32, 127)) + "\n"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CHANGES = {
@@ -339,6 +340,30 @@ def stand_in_for_diffusers(seen: SeenRun) -> None:
     patched.from_pretrained = staticmethod(from_pretrained)
 
 
+def stand_in_for_terminal(seen: SeenRun) -> None:
+    """Let a script that asks for the size of its terminal find one: a run has none."""
+    real_size, real_popen = os.get_terminal_size, os.popen
+
+    def get_terminal_size(*args: Any) -> os.terminal_size:
+        try:
+            return real_size(*args)
+        except OSError:
+            # Python's own `shutil` knows what to do without one.
+            if sys._getframe(1).f_globals.get("__name__") == "shutil":
+                raise
+        seen.note("terminal", "os.get_terminal_size()", _TERMINAL)
+        return os.terminal_size((80, 24))
+
+    def popen(cmd: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(cmd, str) and cmd.split() == ["stty", "size"] and not os.isatty(0):
+            seen.note("terminal", cmd, _TERMINAL)
+            return io.StringIO("24 80\n")
+        return real_popen(cmd, *args, **kwargs)
+
+    place: Any = os
+    place.get_terminal_size, place.popen = get_terminal_size, popen
+
+
 def turn_autocast_off(seen: SeenRun) -> None:
     """Let regions of autocast compute in the dtype of their inputs.
 
@@ -439,6 +464,7 @@ def prepare() -> SeenRun:
         modules["wandb"] = send_no_run
     if settings["made_up"]:
         stand_in_for_files(seen)
+        stand_in_for_terminal(seen)
         stand_in_for_archives(seen)
     finder: Any = AfterImports(seen, modules)
     sys.meta_path.insert(0, finder)

@@ -54,6 +54,7 @@ _KINDS = (
     "connection",
     "autocast off",
     "workers",
+    "terminal",
     "hub offline",
 )
 
@@ -298,6 +299,8 @@ def _on_what(result: dict[str, Any]) -> str:
         parts.append(f"on made-up data ({', '.join(made[:2])}{more} could not be read)")
     if result.get("smaller"):
         parts.append(f"with smaller sizes ({', '.join(result['smaller'])})")
+    if result["seen"].get("terminal"):
+        parts.append("with a terminal of 80 columns, as it asks for one")
     if result["seen"].get("workers"):
         parts.append("with data loaded without processes")
     if result["seen"]["autocast off"]:
