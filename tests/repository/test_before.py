@@ -72,7 +72,7 @@ def run_script(folder: Path, script: str, *args: Any, **settings: Any) -> list[d
     work.mkdir()
     (work / "before.py").write_text(BEFORE.read_text())
     found = {"writable": [str(folder)], "made_up": True, "autocast": True, "quiet": True}
-    found["workers"] = True
+    found |= {"workers": True, "batches": []}
     (work / "before.json").write_text(json.dumps(found | settings))
     code = "import runpy, sys\nbefore, folder = sys.argv.pop(1), sys.argv.pop(1)\n"
     code += "runpy.run_path(before, {'FOLDER': folder}, '__before__')\n"
@@ -215,6 +215,26 @@ for loader in (
 """
     seen = run_script(tmp_path, script, workers=False)
     assert [one["kind"] for one in seen] == ["workers"]
+
+
+def test_batches_are_smaller(tmp_path: Path) -> None:
+    """In a process of its own: it changes torch."""
+    script = """
+from torch.utils.data import DataLoader
+data = list(range(6))
+for loader, sizes in (
+    (DataLoader(data, 5), [4, 2]),
+    (DataLoader(data, batch_size=5, num_workers=2, drop_last=True), [4]),
+    (DataLoader(data, 6), [6]),
+    (DataLoader(data, 2, True), [2, 2, 2]),
+    (DataLoader(data), [1] * 6),
+):
+    assert [len(batch) for batch in loader] == sizes
+"""
+    seen = run_script(tmp_path, script, workers=False, batches=[2, 5])
+    assert [one for one in seen if one["kind"] == "batches"] == [
+        {"kind": "batches", "what": "5", "instead": "4"}
+    ]
 
 
 def test_autocast_is_off(tmp_path: Path) -> None:

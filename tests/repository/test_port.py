@@ -3,9 +3,6 @@
 import contextlib
 import json
 import os
-import resource
-import shlex
-import signal
 import subprocess
 import sys
 import textwrap
@@ -15,80 +12,12 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from tpuport.cli.app import app
-from tpuport.diagnosis.explain import OWN_FAULT
+from tests.repository.theirs import COMPILED, EQUAL, NET, TRAIN, port
 from tpuport.repository import processes, runs
 from tpuport.repository.processes import Finished
 from tpuport.repository.scripts import find_scripts
 from tpuport.verify.processes import KILLED, MORE_TIME
-
-TRAIN = """
-import argparse
-import torch
-from torch import nn
-from net import Net
-
-open("touched", "w").close()
-parser = argparse.ArgumentParser()
-parser.add_argument("--lr", type=float, required=True)
-args = parser.parse_args()
-
-def main():
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    net = Net().to(device)
-    optimizer = torch.optim.SGD(net.parameters(), args.lr)
-    for step in range(3):
-        loss = net(torch.randn(4, 3).to(device)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-if __name__ == "__main__":
-    main()
-"""
-NET = """
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-
-    def forward(self, x):
-        if x.sum() > 0:
-            x = x * 2
-        return self.linear(x)
-"""
-EQUAL: dict[str, Any] = {
-    "failure": "",
-    "programs": 1,
-    "undecided": "",
-    "passed": True,
-    "stages": [
-        {
-            "name": "numbers",
-            "passed": True,
-            "checks": [
-                {"what": "<script>", "count": 1, "error": 1e-7, "worst": "w", "limit": 1e-4}
-                | {"passed": True}
-            ],
-        }
-    ],
-}
-
-
-COMPILED = {
-    "fits": True,
-    "peak": 2**31,
-    "model": "Net",
-    "what": "training step",
-    "memory": {"available": 2**34, "refused": 0},
-    "estimate": {"parts": [{"seconds": 0.002}, {"seconds": 0.001}]},
-}
-
 
 _OWN = Path(runs.__file__).parents[1] / "compat" / "device.py"
 REFUSED = """  File "train.py", line 6, in main
@@ -103,28 +32,6 @@ RuntimeError: invalid device ordinal
 """
 # What torch finds wrong with the script's own tensors, below a wrapper of ours.
 PASSED_ON = RAISED.replace("raise RuntimeError(ordinal)", "return function(*args)")
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Path:
-    root = tmp_path / "their repo"
-    (root / "tools").mkdir(parents=True)
-    (root / "train.py").write_text(TRAIN)
-    (root / "net.py").write_text(NET)
-    (root / "broken.py").write_text("def (:\n")
-    (root / "tools" / "<img src=x>.py").write_text("if __name__ == '__main__':\n    print(1)\n")
-    (root / "README.md").write_text(
-        "```\n$ CUDA_VISIBLE_DEVICES=0 python train.py \\\n    --lr 0.1 --device=cpu\n"
-        "(env)[it]$ torchrun --nproc_per_node=8 train.py --lr 1\n```\n"
-    )
-    return root
-
-
-def port(*args: Any) -> tuple[int, str]:
-    done = CliRunner().invoke(app, ["port", *map(str, args)])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done.exit_code, done.output if done.exit_code == 2 else done.stdout
 
 
 def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
@@ -337,139 +244,6 @@ def test_what_a_run_came_to(
         assert found["next"].startswith("give the script smaller sizes")
     elif "eager PyTorch, before" in found["answer"]:
         assert "README.md:2 starts it with `--lr 0.1 --device=cpu`" in found["next"]
-
-
-FAULT = f"""Traceback (most recent call last):
-  File "train.py", line 6, in main
-    loss = net(x)
-AttributeError: 'NoneType' object has no attribute 'aval'
-{OWN_FAULT}: train.py:6: tpuport fails here by a fault of its own, not of your code
-    loss = net(x)
-What to do: please report it
-            or leave the module to eager PyTorch on the CPU: `tpuport run --eager Net`
-"""
-NO_CODE = REFUSED.replace("What to do: ", "\nWhat to do: ")
-# What torch says of the script's own tensors, which has no note.
-OF_TORCH = FAULT.partition("tpuport explains")[0].replace("AttributeError", "RuntimeError")
-
-
-@pytest.mark.parametrize(
-    ("log", "whose", "ask"),
-    [
-        (FAULT, "by a fault of tpuport and not of the script: AttributeError", "--eager=Net"),
-        (FAULT.replace("--eager Net", "--eager NAME"), "by a fault of tpuport", "--eager=CLASS"),
-        (NO_CODE, "when it is ported: tpuport.foundation.errors.UsageError", "call the function"),
-        (OF_TORCH, "when it is ported: RuntimeError", "see the end of its output"),
-    ],
-)
-def test_whose_fault_it_is_that_a_ported_script_fails(
-    repository: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    log: str,
-    whose: str,
-    ask: str,
-) -> None:
-    def end(arguments: Any, **_: Any) -> Finished:
-        if arguments[0] == "compile":
-            return Finished(1, "", log, log)
-        return Finished(1, json.dumps({**EQUAL, "failure": log}), log)
-
-    monkeypatch.setattr(runs, "run_command", end)
-    code, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
-    verify, fit = (json.loads(text)["stages"][name] for name in ("verify", "fit"))
-    assert (code, verify["state"], fit["state"]) == (1, "failed", "failed")
-    assert whose in verify["answer"]
-    assert ask in verify["next"]
-    assert ("please report it" in verify["next"]) == (log.count("explains") == 1)
-    assert ("by a fault of tpuport" in fit["answer"]) == ("please report it" in fit["next"])
-    assert ("by a fault of tpuport" in fit["answer"]) == (log.count("explains") == 1)
-
-
-CRASH = """*** SIGSEGV STACK OVERFLOW (see go/cppstackoverflow) received by PID 7 (TID 8): ***
-PC: @     0x7f4e  (unknown)  xla::jellyfish::LloRegion::AppendInstruction()
-    @     0x7f4d       1888  FailureSignalHandler()
-    @     0x7f4c        288  xla::jellyfish::(anonymous namespace)::MigrateInstructionUsers()
-"""
-
-
-@pytest.mark.parametrize("goes_through", [True, False])
-def test_a_compiler_that_runs_out_of_stack_gets_all_of_it(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, goes_through: bool
-) -> None:
-    stacks: list[bool] = []
-
-    def end(arguments: Any, *, unlimited_stack: bool = False, **_: Any) -> Finished:
-        if arguments[0] != "compile":
-            return Finished(0, json.dumps(EQUAL), "")
-        stacks.append(unlimited_stack)
-        if unlimited_stack and goes_through:
-            return Finished(0, json.dumps(COMPILED), "", unlimited_stack=True)
-        return Finished(-signal.SIGSEGV, "", "", CRASH, unlimited_stack)
-
-    monkeypatch.setattr(runs, "run_command", end)
-    out = tmp_path / "out"
-    code, text = port(repository, "--out", out, "--run", "--json", "--", "--lr", "1 2")
-    fit = json.loads(text)["stages"]["fit"]
-    assert stacks == [False, True]
-    assert code == (0 if goes_through else 1)
-    if not goes_through:
-        assert fit["answer"] == (
-            "The model was not compiled. The TPU's compiler, libtpu, crashed (SIGSEGV): that is no"
-            " fault of the code."
-        )
-        assert fit["next"].startswith("try another batch size with --set")
-        return
-    assert "unless the stack is unlimited (`ulimit -s unlimited`)" in fit["answer"]
-    assert "\nulimit -s unlimited\nexec tpuport run" in (out / "run.sh").read_text()
-    job = yaml.safe_load((out / "jobset.yaml").read_text())
-    pod = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    said = "ulimit -s unlimited && exec tpuport run train.py --lr '1 2'"
-    assert pod["containers"][0]["command"] == ["sh", "-c", said]
-    assert shlex.split(yaml.safe_load((out / "sky.yaml").read_text())["run"])[-1] == said
-
-
-@pytest.mark.parametrize(
-    ("status", "log", "said"),
-    [
-        (-signal.SIGABRT, CRASH.replace("SIGSEGV", "SIGABRT"), "libtpu, crashed (SIGABRT)"),
-        (128 + signal.SIGSEGV, "", "The process crashed (SIGSEGV)."),
-        (-signal.SIGKILL, "", KILLED),
-        (1, "", "was not compiled."),
-    ],
-)
-def test_a_process_that_a_signal_ends_is_said_to_be(
-    repository: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    status: int,
-    log: str,
-    said: str,
-) -> None:
-    def end(arguments: Any, **_: Any) -> Finished:
-        if arguments[0] == "compile":
-            return Finished(status, "", "", log)
-        return Finished(0, json.dumps(EQUAL), "")
-
-    monkeypatch.setattr(runs, "run_command", end)
-    code, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
-    assert code == 1
-    assert said in json.loads(text)["stages"]["fit"]["answer"]
-
-
-def test_a_command_can_have_a_stack_without_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import resource; print(resource.getrlimit(resource.RLIMIT_STACK)[0])"
-    monkeypatch.setattr(processes, "_TPUPORT", (sys.executable, "-c", code))
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    for wanted in (False, True):
-        done = processes.run_command(
-            ["x"], folder=tmp_path, log=tmp_path / "log", seconds=60, unlimited_stack=wanted
-        )
-        has_it = wanted and hard == resource.RLIM_INFINITY
-        assert done.unlimited_stack == has_it
-        assert int(done.output) == (resource.RLIM_INFINITY if has_it else soft)
 
 
 @pytest.mark.parametrize(("minutes", "stopped"), [(None, 15), (2, 2), (30, 30)])

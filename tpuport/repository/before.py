@@ -31,6 +31,7 @@ _NUMBERS = 1 << 18
 _LARGEST_NUMBER = 64
 _CLASSES, _IMAGES_OF_CLASS, _IMAGE_SIZE = 10, 8, 256
 _TEXT_SIZE = 1 << 16
+_SMALL_BATCH = 4
 _TERMINAL = "24 rows of 80 columns"
 _CHARACTERS = "".join(chr(n) for n in range(32, 127)) + "\n"
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -404,6 +405,24 @@ def load_in_one_process(seen: SeenRun) -> None:
     loader.__init__ = init
 
 
+def make_batches_smaller(seen: SeenRun, sizes: Sequence[int]) -> None:
+    """Let data loaders give small batches instead of those of some sizes."""
+    from torch.utils.data import DataLoader
+
+    loader: Any = DataLoader
+    real = loader.__init__
+
+    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        size = args[0] if args else kwargs.get("batch_size")
+        if isinstance(size, int) and size in sizes and size > _SMALL_BATCH:
+            seen.note("batches", str(size), str(_SMALL_BATCH))
+            args = (_SMALL_BATCH, *args[1:]) if args else ()
+            kwargs = kwargs if args else {**kwargs, "batch_size": _SMALL_BATCH}
+        real(self, dataset, *args, **kwargs)
+
+    loader.__init__ = init
+
+
 def send_no_run(seen: SeenRun) -> None:
     """Let runs of wandb go nowhere, whatever mode the script asks for."""
     wandb: Any = importlib.import_module("wandb")
@@ -457,6 +476,8 @@ def prepare() -> SeenRun:
     seen = SeenRun(folder, settings["writable"])
     if not settings["workers"]:
         load_in_one_process(seen)
+    if settings["batches"]:
+        make_batches_smaller(seen, settings["batches"])
     if not settings["autocast"]:
         turn_autocast_off(seen)
     modules = dict(_MODULES) if settings["made_up"] else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpuport.repository.advised import what_helps
+from tpuport.repository.batches import written_batches
 from tpuport.repository.capture import SETTINGS, SHARE
 from tpuport.repository.copies import copy_repository
 from tpuport.repository.logs import (
@@ -54,6 +55,7 @@ _KINDS = (
     "connection",
     "autocast off",
     "workers",
+    "batches",
     "terminal",
     "hub offline",
 )
@@ -108,8 +110,13 @@ class Workspace:
         return found
 
 
-def prepare_workspace(project: Repository) -> Workspace:
-    """Copy the repository, and the file that is executed before its script."""
+def prepare_workspace(project: Repository, batches: Sequence[int] = ()) -> Workspace:
+    """Copy the repository, and the file that is executed before its script.
+
+    Args:
+        project: The repository.
+        batches: The sizes of batches of data loaders that are made smaller.
+    """
     wanted = project.wanted
     folder = (wanted.out / _WORK).resolve()
     folder.mkdir(exist_ok=True)
@@ -122,6 +129,7 @@ def prepare_workspace(project: Repository) -> Workspace:
         "made_up": wanted.made_up,
         "autocast": wanted.autocast,
         "workers": wanted.full_size,
+        "batches": list(batches),
         "quiet": "WANDB_MODE" not in os.environ,
     }
     target.with_suffix(".json").write_text(json.dumps(settings))
@@ -142,30 +150,46 @@ def verify_stage(project: Repository) -> StageRecord:
         answer = "Nothing of the repository was run."
         ask = "call again with --run to let its code run here"
         return StageRecord("verify", NOT_ASKED, "run", answer, ask, {"command": shown})
-    work = prepare_workspace(project)
+    batches = [] if wanted.full_size else written_batches(project.files_of_entry)
+    work = prepare_workspace(project, batches)
+    ended = _compare(project, work, command)
     results = work.folder / "verify"
-    left = max(1.0, wanted.rounding_minutes - (time.monotonic() - project.began) / 60)
-    command[1:1] = ["--out", str(results), "--before", str(work.before), f"--minutes={left:.2f}"]
-    if "/" in entry.path:
-        command[1:1] = [f"--run-option=--path={work.copy}"]
-    ended = run_command(
-        command,
-        folder=work.copy,
-        log=work.folder / "verify.log",
-        seconds=60 * wanted.most_minutes,
-        environment=work.environment(),
-    )
     seen = _both_seen(work, results)
+    if seen["batches"] and ended.status is not None and _json(ended.output) is None:
+        # The script may count on its sizes elsewhere.
+        work = prepare_workspace(project)
+        ended = _compare(project, work, command)
+        seen = _both_seen(work, results)
     result: dict[str, Any] = {"command": shown, "log": _log(work, results, ended), "seen": seen}
     if chosen.blanks:
         result["filled_in"] = [f"{blank.setting} {blank.value}" for blank in chosen.blanks]
-    if arguments != chosen.full:
-        result["smaller"] = list(chosen.changed)
+    smaller = list(chosen.changed) if arguments != chosen.full else []
+    smaller += [f"batches: {one['what']} to {one['instead']}" for one in seen["batches"]]
+    if smaller:
+        result["smaller"] = smaller
     made_steps = (results / "ported" / "record.json").exists()
     record = _verified(ended, result, project, entry, made_steps=made_steps)
     trained = any((results / side / TRAINED).exists() for side in ("eager", "ported"))
     project.has_no_model = record.state == NEEDS_YOU and not trained
     return record
+
+
+def _compare(project: Repository, work: Workspace, command: Sequence[str]) -> Finished:
+    """Run `tpuport verify` in the copy of the repository."""
+    wanted, entry = project.wanted, project.entry
+    assert entry is not None
+    left = max(1.0, wanted.rounding_minutes - (time.monotonic() - project.began) / 60)
+    options = ["--out", str(work.folder / "verify"), "--before", str(work.before)]
+    options.append(f"--minutes={left:.2f}")
+    if "/" in entry.path:
+        options.append(f"--run-option=--path={work.copy}")
+    return run_command(
+        [command[0], *options, *command[1:]],
+        folder=work.copy,
+        log=work.folder / "verify.log",
+        seconds=60 * wanted.most_minutes,
+        environment=work.environment(),
+    )
 
 
 def _both_seen(work: Workspace, results: Path) -> dict[str, list[dict[str, str]]]:

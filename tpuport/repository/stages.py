@@ -172,8 +172,14 @@ class Repository:
     def settings_of_entry(self) -> ScriptSettings:
         """Return how the entry point takes its settings."""
         assert self.entry is not None
-        modules = [self.wanted.root / name for name in self.entry.modules]
-        return read_settings(self.wanted.root / self.entry.path, modules, self.entry, *self._words)
+        script, *modules = self.files_of_entry
+        return read_settings(script, modules, self.entry, *self._words)
+
+    @property
+    def files_of_entry(self) -> list[Path]:
+        """Return the script, and the modules of the repository that it imports."""
+        assert self.entry is not None
+        return [self.wanted.root / name for name in (self.entry.path, *self.entry.modules)]
 
     @cached_property
     def arguments(self) -> ChosenArguments:
