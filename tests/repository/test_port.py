@@ -53,6 +53,7 @@ def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
     assert found["stages"]["read"]["result"]["unread"][0].startswith("broken.py")
     places = [item["place"] for item in found["stages"]["read"]["result"]["todo"]]
     assert "net.py:10:9" in places
+    assert [place for place in places if place.startswith("train.py")] == []
     # The patch applies.
     subprocess.run(["git", "init", "-q", repository], check=True)
     subprocess.run(["git", "apply", (out / "port.patch").resolve()], cwd=repository, check=True)
@@ -70,6 +71,15 @@ def test_all_that_needs_no_execution(repository: Path, tmp_path: Path) -> None:
     page = (out / "report.html").read_text()
     assert "<img src=x>" not in page
     assert "&lt;img src=x&gt;" in page
+
+
+def test_only_a_program_has_no_autograd(repository: Path, tmp_path: Path) -> None:
+    """The loop of a script calls `loss.backward()` under `tpuport run`; a module cannot."""
+    inside = NET.replace("x = x * 2\n", "loss.backward()\n")
+    (repository / "net.py").write_text(inside)
+    _, text = port(repository, "--out", tmp_path / "out", "--json")
+    todo = json.loads(text)["stages"]["read"]["result"]["todo"]
+    assert [one["place"] for one in todo if one["code"] == "TPU419"] == ["net.py:11:13"]
 
 
 def test_launch_files_leave_made_up_values_to_a_person(repository: Path, tmp_path: Path) -> None:
@@ -122,6 +132,7 @@ def test_stages_are_done_once(
     answer = json.loads(text)["stages"]["fit"]["answer"]
     assert "Net, training step: fits v6e-1" in answer
     assert "2.0 GiB a chip, about 3.0 ms a step" in answer
+    assert [runs._tenths(number) for number in (0.06, 0.049)] == ["0.1", "less than 0.1"]
     (arguments, folder), (compiling, _) = calls
     assert arguments[0] == "verify"
     assert arguments[-3:] == ["--", "--lr", "0.1"]

@@ -460,9 +460,9 @@ def _fitted(
         too_small = ", ".join(one for one in tried if one != name)
         answer += ", the smallest slice that was tried"
         answer += f" after {too_small}" if too_small else ""
-    answer += f", {found['peak'] / 2**30:.1f} GiB a chip"
+    answer += f", {_tenths(found['peak'] / 2**30)} GiB a chip"
     seconds = sum(part["seconds"] for part in (found.get("estimate") or {}).get("parts", ()))
-    answer += f", about {1e3 * seconds:.1f} ms a step." if seconds else "."
+    answer += f", about {_tenths(1e3 * seconds)} ms a step." if seconds else "."
     if by_script:
         answer += " The model and the inputs are those of the script's first call"
         share = result["share"]
@@ -481,6 +481,11 @@ def _fitted(
         answer += " run.sh and the launch files say."
     ask = "" if fits else "a larger slice with --for, or a smaller batch with --set"
     return StageRecord("fit", DONE if fits else FAILED, "compiled", answer, ask, result)
+
+
+def _tenths(number: float) -> str:
+    """Return a number with one decimal; one that would be zero is said to be small."""
+    return f"{number:.1f}" if number >= 0.05 else "less than 0.1"
 
 
 def _json(text: str) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from tpuport.lint.catalogue import known_codes
 from tpuport.lint.files import find_files
 from tpuport.lint.fixing import Change, Request, rewrite_files
 from tpuport.lint.outcome import decide
-from tpuport.lint.records import Checked
+from tpuport.lint.records import Checked, Reported
 from tpuport.lint.run import run as lint_files
 from tpuport.lint.settings import Settings, load_settings
 from tpuport.lint.settings import find_config as find_table
@@ -36,6 +36,8 @@ from tpuport.verify.hub import why_unreachable
 
 DONE, NEEDS_YOU, NOT_ASKED, FAILED = "done", "needs you", "not asked", "failed"
 _MOST_FINDINGS = 200
+# What is a fault inside of a program only: `loss.backward()` of a training loop.
+_ANSWERED = {"TPU419"}
 # Minutes: of all runs of a comparison, or of one slice that is compiled for; and of all up to the
 # verdict of the comparison.
 _STOPPED_AFTER, _IN_TIME = 15.0, 5.0
@@ -236,7 +238,8 @@ def read_stage(project: Repository) -> StageRecord:
     outcome = decide(project.checked, project.settings, known=codes)
     summary = summarise(outcome)
     work = sorted(
-        (f for f in outcome.counted if f.severity in BLOCKING), key=lambda f: (f.code, f.key)
+        (f for f in outcome.counted if f.severity in BLOCKING and not _is_answered(f)),
+        key=lambda f: (f.code, f.key),
     )
     todo = [
         {
@@ -268,6 +271,11 @@ def read_stage(project: Repository) -> StageRecord:
     answer = f"{plural(len(project.files), 'file')}: {share}. {plural(len(todo), 'finding')}"
     answer += f" would break it or change its results; {by_itself} of them are rewritten for you."
     return StageRecord("read", DONE, "read", answer, "", result)
+
+
+def _is_answered(finding: Reported) -> bool:
+    """Return whether `tpuport run` needs no change there: only calls of modules are programs."""
+    return finding.code in _ANSWERED and not finding.function
 
 
 def entry_stage(project: Repository) -> StageRecord:
