@@ -218,6 +218,18 @@ def test_what_the_repository_starts_comes_before_a_choice(tmp_path: Path) -> Non
     assert chosen.full == ("--dataset", "fake")
 
 
+def test_required_values_are_of_one_line(tmp_path: Path) -> None:
+    """What two lines give need not go together: a task that has no training, and a model."""
+    required = [f"parser.add_argument('--{n}', required=True)\n" for n in ("task", "model", "data")]
+    (tmp_path / "README.md").write_text(
+        "```\npython train.py --task forecast --more 1\n"
+        "python train.py --task train --model net\n"
+        "python train.py --model other --data there\n```\n"
+    )
+    _, chosen = entry(tmp_path, argparse_script("".join(required)))
+    assert chosen.full == ("--task", "train", "--model", "net", "--data", "there")
+
+
 @pytest.mark.parametrize(
     ("more", "body", "lacking"),
     [

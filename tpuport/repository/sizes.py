@@ -24,7 +24,7 @@ from tpuport.repository.hydra_files import (
     names_config,
     read_value,
 )
-from tpuport.repository.scripts import StartScript
+from tpuport.repository.scripts import Launch, StartScript
 
 # How a script takes its settings: `--key value`; `--key=value` for a global; `key=value`.
 ARGPARSE, GLOBALS, HYDRA, UNKNOWN = "argparse", "globals", "hydra", "unknown"
@@ -263,7 +263,7 @@ def choose_arguments(
     started, filled = _started(settings, given, named)
     known = named | settings.named([*started, *(one.option.name for one in filled)])
     free = sum(not word.startswith("-") for word in given)
-    shown = _launch_values(entry)
+    shown = _launch_values(entry, [one for one in settings.options.values() if one.required])
     lacking: list[str] = []
     for option in settings.options.values():
         if settings.is_in(option, known):
@@ -396,21 +396,28 @@ def _name_of(word: str) -> str:
     return word.lstrip("-").partition("=")[0].rpartition(".")[2].replace("-", "_").lower()
 
 
-def _launch_values(entry: StartScript) -> dict[str, tuple[str, str]]:
-    """Return the values of settings that the first line which starts the script gives, and it.
+def _launch_values(entry: StartScript, required: Sequence[Option]) -> dict[str, tuple[str, str]]:
+    """Return values of settings that lines which start the script give, and these lines.
 
-    That of a word in front of all settings has no name.
+    Values of several lines need not go together, so that the line with most of the required ones
+    comes first.
     """
+    lines = [_values_of(launch) for launch in entry.launches]
+    lines.sort(key=lambda line: -sum(any(n in line for n in one.names) for one in required))
+    return {name: value for line in reversed(lines) for name, value in line.items()}
+
+
+def _values_of(launch: Launch) -> dict[str, tuple[str, str]]:
+    """Return the values that one line gives; that of a word in front of all has no name."""
     found: dict[str, tuple[str, str]] = {}
-    for launch in reversed(entry.launches):
-        words = launch.arguments
-        for word, following in zip(words, (*words[1:], "--"), strict=False):
-            flag, sign, value = word.partition("=")
-            value = value if sign else following
-            if (word.startswith("-") or sign) and not value.startswith("-"):
-                found[_name_of(flag)] = value, launch.place
-        if words and not words[0].startswith("-") and "=" not in words[0]:
-            found[""] = words[0], launch.place
+    words = launch.arguments
+    for word, following in zip(words, (*words[1:], "--"), strict=False):
+        flag, sign, value = word.partition("=")
+        value = value if sign else following
+        if (word.startswith("-") or sign) and not value.startswith("-"):
+            found[_name_of(flag)] = value, launch.place
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        found[""] = words[0], launch.place
     return found
 
 
