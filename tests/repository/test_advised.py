@@ -48,3 +48,16 @@ def test_a_script_may_have_no_arguments(tmp_path: Path) -> None:
     settings = ScriptSettings(ARGPARSE, options)
     advice = what_helps(LOST, tmp_path, entry, settings, ChosenArguments((), ()))
     assert "not there: data-path (other/place)" in advice
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_file_that_the_repository_makes(tmp_path: Path, *, made: bool) -> None:
+    (tmp_path / "train.py").write_text("torch.load('data/waves.pt')\n")
+    text = "torch.save(x, open('data/waves.pt', 'wb'))\n" if made else "save('other_waves.pt')\n"
+    (tmp_path / "make_waves.py").write_text(text)
+    entry = StartScript("train.py", trains=True, reasons=())
+    error = "FileNotFoundError: [Errno 2] No such file or directory: 'data/waves.pt' (train.py:1)."
+    settings = ScriptSettings(ARGPARSE, {})
+    advice = what_helps(error, tmp_path, entry, settings, ChosenArguments((), ()))
+    assert advice.startswith("it reads data/waves.pt, which is not there: put it there")
+    assert ("; make_waves.py may make it" in advice) == made

@@ -20,6 +20,7 @@ _CHANGED = (
 _LOST = re.compile(
     r"NotFound|No such file|not found|nothing found|does(?: not|n't) exist|not a directory", re.I
 )
+_NO_FILE = re.compile(r"FileNotFoundError: \[Errno 2\] No such file or directory: '([^']+)'")
 _PINS = ("*requirements*.txt", "*environment*.y*ml", "docker/*requirements*.txt")
 _PIN = re.compile(r"^[\s-]*([A-Za-z0-9][\w.-]*)\s*==?\s*(\d[\w.]*)", re.MULTILINE)
 _WRITTEN = re.compile(r"out|log|save|result|checkpoint|ckpt|wandb")
@@ -51,9 +52,28 @@ def what_helps(
     if lost and _LOST.search(error):
         names = ", ".join(lost[:5])
         return f"give it its data, as this is not there: {names}; put it there, or say with --set"
+    if advice := _absent_file(error, root, entry):
+        return advice
     ask = "make it run with `python` first: give the arguments that it needs after --"
     shown = shown_launches(entry) if not chosen.started else []
     return f"{ask}; {shown[0]}" if shown else ask
+
+
+def _absent_file(error: str, root: Path, entry: StartScript) -> str:
+    """Return how a file comes about that the script does not find, by what else names it."""
+    found = _NO_FILE.search(error)
+    if found is None:
+        return ""
+    name = Path(found[1]).name
+    quoted = re.compile(rf"[\"'/]{re.escape(name)}[\"']")
+    named = [
+        place
+        for path in sorted(root.rglob("*.py"))
+        if (place := path.relative_to(root).as_posix()) != entry.path
+        and quoted.search(path.read_text(errors="replace"))
+    ]
+    made = f"; {', '.join(named[:3])} may make it: run that first" if named else ""
+    return f"it reads {found[1]}, which is not there: put it there{made}"
 
 
 def _other_version(error: str, root: Path) -> str:
