@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpuport.repository.advised import what_helps
+from tpuport.repository.packages import how_to_install
 from tpuport.repository.scripts import Launch, StartScript
 from tpuport.repository.sizes import ARGPARSE, ChosenArguments, Option, ScriptSettings
 
@@ -61,3 +62,11 @@ def test_a_file_that_the_repository_makes(tmp_path: Path, *, made: bool) -> None
     advice = what_helps(error, tmp_path, entry, settings, ChosenArguments((), ()))
     assert advice.startswith("it reads data/waves.pt, which is not there: put it there")
     assert ("; make_waves.py may make it" in advice) == made
+
+
+def test_a_package_is_called_as_pip_knows_it(tmp_path: Path) -> None:
+    assert how_to_install(["sklearn", "zarr"], tmp_path) == "install scikit-learn, zarr"
+    (tmp_path / "requirements.txt").write_text("scikit-learn\n")
+    assert how_to_install(["cv2"], tmp_path) == (
+        "install opencv-python-headless, or all of requirements.txt"
+    )

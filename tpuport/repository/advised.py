@@ -7,6 +7,7 @@ from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
 
+from tpuport.repository.packages import how_to_install
 from tpuport.repository.scripts import StartScript, shown_launches
 from tpuport.repository.sizes import ChosenArguments, ScriptSettings
 
@@ -45,7 +46,7 @@ def what_helps(
     absent = _ABSENT.search(error)
     package = absent[1].partition(".")[0] if absent else ""
     if package and importlib.util.find_spec(package) is None:
-        return f"install {package}"
+        return how_to_install([package], root)
     if advice := _other_version(error, root):
         return advice
     lost = [f"{name} ({value})" for name, value in _not_there(root, settings, chosen)]

@@ -24,6 +24,7 @@ from tpuport.lint.settings import Settings, load_settings
 from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
 from tpuport.repository.hydra_files import config_names, find_config
+from tpuport.repository.packages import how_to_install
 from tpuport.repository.scripts import StartScript, add_packages, find_scripts, find_texts
 from tpuport.repository.sizes import (
     HYDRA,
@@ -299,7 +300,7 @@ def entry_stage(project: Repository) -> StageRecord:
         names = ", ".join(entry.missing)
         return StageRecord(
             *("entry", NEEDS_YOU, "read", f"{answer} Not installed here: {names}."),
-            *(f"install {names}", result),
+            *(how_to_install(entry.missing, project.wanted.root), result),
         )
     lacking = list(chosen.lacking)
     if project.settings_of_entry.style == HYDRA and not project.settings_of_entry.options:
