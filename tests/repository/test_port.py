@@ -17,7 +17,7 @@ from tests.repository.theirs import COMPILED, EQUAL, NET, TRAIN, port
 from tpuport.repository import processes, runs
 from tpuport.repository.processes import Finished
 from tpuport.repository.scripts import find_scripts
-from tpuport.verify.processes import KILLED, MORE_TIME
+from tpuport.verify.processes import KILLED, MORE_TIME, TRAINED
 
 _OWN = Path(runs.__file__).parents[1] / "compat" / "device.py"
 REFUSED = """  File "train.py", line 6, in main
@@ -82,6 +82,30 @@ def test_only_a_program_has_no_autograd(repository: Path, tmp_path: Path) -> Non
     assert [one["place"] for one in todo if one["code"] == "TPU419"] == ["net.py:11:13"]
 
 
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_script_trains_if_its_comparison_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, trained: bool
+) -> None:
+    """What calls `backward()` may be in modules that only some arguments import."""
+    (tmp_path / "repo").mkdir()
+    (tmp_path / "repo" / "run.py").write_text("if __name__ == '__main__':\n    print(1)\n")
+    asked: list[bool] = []
+
+    def end(arguments: Any, *, folder: Path, environment: Any, **_: Any) -> Finished:
+        if arguments[0] == "compile":
+            asked.append(json.loads(Path(environment[runs.SETTINGS]).read_text())["trains"])
+            return Finished(0, json.dumps(COMPILED), "")
+        side = folder.parent / "verify" / "eager"
+        side.mkdir(parents=True)
+        if trained:
+            (side / TRAINED).touch()
+        return Finished(0, json.dumps(EQUAL), "")
+
+    monkeypatch.setattr(runs, "run_command", end)
+    assert port(tmp_path / "repo", "--out", tmp_path / "out", "--run")[0] == 0
+    assert asked == [trained]
+
+
 def test_launch_files_leave_made_up_values_to_a_person(repository: Path, tmp_path: Path) -> None:
     script = repository / "train.py"
     needs = 'parser.add_argument("--data", required=True, help="it\'s $HOME | fake | `x`")\n'
@@ -132,7 +156,7 @@ def test_stages_are_done_once(
     answer = json.loads(text)["stages"]["fit"]["answer"]
     assert "Net, training step: fits v6e-1" in answer
     assert "2.0 GiB a chip, about 3.0 ms a step" in answer
-    assert [runs._tenths(number) for number in (0.06, 0.049)] == ["0.1", "less than 0.1"]
+    assert [runs._tenths(x, "about ") for x in (0.06, 0.049)] == ["about 0.1", "less than 0.1"]
     (arguments, folder), (compiling, _) = calls
     assert arguments[0] == "verify"
     assert arguments[-3:] == ["--", "--lr", "0.1"]

@@ -218,6 +218,13 @@ def test_what_the_repository_starts_comes_before_a_choice(tmp_path: Path) -> Non
     assert chosen.full == ("--dataset", "fake")
 
 
+def test_a_choice_of_zero_and_one_is_no_size(tmp_path: Path) -> None:
+    options = "parser.add_argument('--pos', type=int, choices=[0, 1], default=1)\n"
+    options += "parser.add_argument('--scale', type=int, choices=[2, 4], default=4)\n"
+    _, chosen = entry(tmp_path, argparse_script(options))
+    assert chosen.changed == ("scale: 4 to 2",)
+
+
 def test_required_values_are_of_one_line(tmp_path: Path) -> None:
     """What two lines give need not go together: a task that has no training, and a model."""
     required = [f"parser.add_argument('--{n}', required=True)\n" for n in ("task", "model", "data")]

@@ -169,8 +169,7 @@ def verify_stage(project: Repository) -> StageRecord:
         result["smaller"] = smaller
     made_steps = (results / "ported" / "record.json").exists()
     record = _verified(ended, result, project, entry, made_steps=made_steps)
-    trained = any((results / side / TRAINED).exists() for side in ("eager", "ported"))
-    project.has_no_model = record.state == NEEDS_YOU and not trained
+    project.has_no_model = record.state == NEEDS_YOU and not _has_trained(work)
     return record
 
 
@@ -190,6 +189,11 @@ def _compare(project: Repository, work: Workspace, command: Sequence[str]) -> Fi
         seconds=60 * wanted.most_minutes,
         environment=work.environment(),
     )
+
+
+def _has_trained(work: Workspace) -> bool:
+    """Return whether a run of the comparison called `backward()`, perhaps in an earlier call."""
+    return any((work.folder / "verify" / side / TRAINED).exists() for side in ("eager", "ported"))
 
 
 def _both_seen(work: Workspace, results: Path) -> dict[str, list[dict[str, str]]]:
@@ -391,7 +395,7 @@ def _compile(
     settings = {
         "script": str(work.copy / entry.path),
         "arguments": list(project.arguments.single),
-        "trains": entry.trains,
+        "trains": entry.trains or _has_trained(work),
         "before": str(work.before),
         "folder": str(folder),
     }
@@ -460,9 +464,9 @@ def _fitted(
         too_small = ", ".join(one for one in tried if one != name)
         answer += ", the smallest slice that was tried"
         answer += f" after {too_small}" if too_small else ""
-    answer += f", {_tenths(found['peak'] / 2**30)} GiB a chip"
+    answer += f", {_tenths(found['peak'] / 2**30, '')} GiB a chip"
     seconds = sum(part["seconds"] for part in (found.get("estimate") or {}).get("parts", ()))
-    answer += f", about {_tenths(1e3 * seconds)} ms a step." if seconds else "."
+    answer += f", {_tenths(1e3 * seconds, 'about ')} ms a step." if seconds else "."
     if by_script:
         answer += " The model and the inputs are those of the script's first call"
         share = result["share"]
@@ -483,9 +487,9 @@ def _fitted(
     return StageRecord("fit", DONE if fits else FAILED, "compiled", answer, ask, result)
 
 
-def _tenths(number: float) -> str:
-    """Return a number with one decimal; one that would be zero is said to be small."""
-    return f"{number:.1f}" if number >= 0.05 else "less than 0.1"
+def _tenths(number: float, before: str) -> str:
+    """Return a number with one decimal and a word before it; one near zero is said to be small."""
+    return f"{before}{number:.1f}" if number >= 0.05 else "less than 0.1"
 
 
 def _json(text: str) -> dict[str, Any] | None:

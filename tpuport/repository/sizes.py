@@ -427,8 +427,10 @@ def _smaller(settings: ScriptSettings) -> Iterator[tuple[Option, Any]]:
     heads = [o for o in options if _HEADS.fullmatch(o.key) and _is_count(o.default)]
     widths = [o for o in options if _WIDTH.fullmatch(o.key) and _is_count(o.default)]
     for option in options:
-        if option.choices and _is_count(option.default) and min(option.choices) < option.default:
-            yield option, min(option.choices)
+        # Of 0 and 1 none is a size: it is a switch.
+        if option.choices and _is_count(option.default) and 0 < min(option.choices):
+            if min(option.choices) < option.default:
+                yield option, min(option.choices)
         elif _is_count(option.default):
             limit = _limit(option)
             if limit is not None and option.default > limit:
