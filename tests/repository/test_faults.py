@@ -196,3 +196,21 @@ def test_a_command_can_have_a_stack_without_a_limit(
         has_it = wanted and hard == resource.RLIM_INFINITY
         assert done.unlimited_stack == has_it
         assert int(done.output) == (resource.RLIM_INFINITY if has_it else soft)
+
+
+def test_what_tpuport_refuses_to_compile_is_said_with_what_to_do(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = "a warning\nnet.py:4: no such size\n    x[mask]\n"
+    log += "What to do: give a bound\n            or a mask\n"
+
+    def end(arguments: Any, **_: Any) -> Finished:
+        if arguments[0] == "compile":
+            return Finished(1, "", log, log)
+        return Finished(0, json.dumps(EQUAL), "")
+
+    monkeypatch.setattr(runs, "run_command", end)
+    _, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
+    fit = json.loads(text)["stages"]["fit"]
+    assert fit["answer"] == "The model was not compiled: net.py:4: no such size"
+    assert fit["next"].startswith("give a bound; or name a function")

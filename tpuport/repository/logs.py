@@ -31,8 +31,11 @@ def last_error(log: str) -> str:
 
 def last_line(log: str) -> str:
     """Return what tpuport said last: its own errors have no name of a class in front."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
-    return lines[-1][:400] if lines else ""
+    before = log.rpartition("What to do: ")[0] or log
+    lines = [line for line in before.splitlines() if line.strip()]
+    # Below an error of tpuport is the line of the script, indented.
+    said = [line for line in lines if not line[0].isspace()] or lines
+    return said[-1].strip()[:400] if said else ""
 
 
 def is_own_fault(log: str) -> bool:

@@ -437,8 +437,9 @@ def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) 
         answer += ", by a fault of tpuport and not of the script"
     error = last_error(log) or last_line(log)
     answer += f": {error}" if error else "."
-    ask = "see the end of its output, or name a function that returns the model and its inputs"
-    ask += " with --model file.py:function"
+    ask = remedy(log) or "see the end of its output"
+    ask += "; or name a function that returns the model and its inputs with --model"
+    ask += " file.py:function"
     if is_own_fault(log):
         ask = f"{TELL}; {ask}"
     return StageRecord("fit", FAILED, "compiled", answer, ask, result)
