@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.compat.emulated.programs import programs
+from tpuport.compat.emulated.programs import PortWarning, programs
 
 
 class Box:
@@ -301,3 +301,69 @@ def test_state_that_is_a_part_of_a_result_sees_writes_to_it():
     expected = kept_parts("cpu")
     with tpuport.porting():
         assert kept_parts("cuda") == expected
+
+
+class Averages(nn.Module):
+    """A running average that begins another way at its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+        self.register_buffer("average", torch.ones(()))
+
+    def forward(self, x):
+        if self.calls == 0:
+            self.average.mul_(3)
+        else:
+            self.average.mul_(0.5).add_(x.max())
+        self.calls += 1
+        return x * self.average
+
+
+class Exchanges(nn.Module):
+    """Makes a new submodule at each call, and writes to its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.averages = Averages()
+        self.other = None
+
+    def forward(self, x):
+        x.mul_(2)
+        self.other = nn.Linear(3, 3) if self.other is None else nn.Identity()
+        for _ in range(3):
+            x = self.averages(x)
+        return x
+
+
+class KeepsAll(nn.Module):
+    """Changes a string at each call, and writes to its argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.averages = Averages()
+        self.name = ""
+
+    def forward(self, x):
+        x.mul_(2)
+        self.name += "x"
+        return self.averages(x) + len(self.name)
+
+
+@pytest.mark.parametrize("make", [Exchanges, KeepsAll])
+def test_a_program_that_is_given_up_after_it_ran_leaves_nothing(make):
+    def ran(device):
+        torch.manual_seed(0)
+        net, found = make().to(device), []
+        for seed in range(7):
+            x = torch.linspace(-1, seed, 6, device=device).reshape(2, 3)
+            out = net(x)
+            found.append([t.tolist() for t in (out, x, net.averages.average)])
+            found.append(net.averages.calls)
+        return found
+
+    expected = ran("cpu")
+    with tpuport.porting(), pytest.warns(PortWarning, match="not one program"):
+        got = ran("cuda")
+    for have, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(have, want)

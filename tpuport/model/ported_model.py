@@ -220,6 +220,7 @@ class PortedModel(PortedState):
         outs, new_state, mutated, put, code = results
         compiled, outcome = call.compiled, call.compiled.outcome
         raise_failed(outcome.trace.recorder.checks, code)
+        self._refuse_changes(compiled)
         arguments.refuse_shared_memory(call.leaves, call.given.paths, mutated)
         arguments.write_leaves(call.leaves, mutated)
         self._advance(compiled, new_state)

@@ -408,14 +408,17 @@ class PortedState:
             self._watch(self._edits.values)
         self._parted |= names
 
-    def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
-        self._new_version()
-        master = self._module
+    def _refuse_changes(self, compiled: CachedProgram) -> None:
+        """Refuse changes of Python state that come with each call, before anything is written.
+
+        What runs the call in eager PyTorch instead has to find its arguments and state untouched.
+        """
+        changes = compiled.outcome.python_changes
         # A program that was there already costs nothing more.
-        causes = () if compiled.was_applied else changes.causes
-        compiled.was_applied = True
-        for name in causes:
-            count = self._state_changes[name] = self._state_changes.get(name, 0) + 1
+        if changes is None or compiled.was_applied:
+            return
+        for name in changes.causes:
+            self._state_changes[name] = self._state_changes.get(name, 0) + 1
             # A table that grows with the arguments changes once for each shape, which is harmless:
             # only repeated changes at the same shapes count.
             repeated = (name, compiled.signature.method, compiled.signature.key[:2])
@@ -425,10 +428,18 @@ class PortedState:
                 if owner is None:
                     raise _hooks_change_each_time(name)
                 raise _changes_each_time(name, self._module.get_submodule(owner[0]), owner[1])
+
+    def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
+        self._new_version()
+        master = self._module
+        causes = () if compiled.was_applied else changes.causes
+        compiled.was_applied = True
+        for name in causes:
+            repeated = (name, compiled.signature.method, compiled.signature.key[:2])
             if name in changes.numbers:
                 self._tracer.numbers.add(name)
                 continue
-            again = count >= 2 and self._same_changes[repeated] >= 2
+            again = self._state_changes[name] >= 2 and self._same_changes[repeated] >= 2
             if again and isinstance(changes.after.get(name), (bool, int, float)):
                 self._promote_number(name, changes.after[name])
         self._replace_module(changes.apply(master))

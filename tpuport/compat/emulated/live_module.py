@@ -306,6 +306,16 @@ class LiveModel(PortedModel):
         super()._advance(compiled, new_state)
         self._left.note(compiled.outcome, self._values())
 
+    def _refuse_changes(self, compiled: Any) -> None:
+        changes = compiled.outcome.python_changes
+        if changes is not None and changes.replacement is not None:
+            raise PortError(
+                f"{type(self._user).__name__} exchanges submodules while it is called",
+                code="TPU405",
+                remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
+            )
+        super()._refuse_changes(compiled)
+
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
         self._python_changes.append(changes)
@@ -370,12 +380,6 @@ class LiveModel(PortedModel):
 
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
-        if changes.replacement is not None:
-            raise PortError(
-                f"{type(self._user).__name__} exchanges submodules while it is called",
-                code="TPU405",
-                remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
-            )
         master, values = self._module, self._values()
         names = {id(leaf): name for name, leaf in state_tree(master).leaves.items()}
 
