@@ -103,7 +103,29 @@ class Memory(nn.Module):
         return self(x).mean() + (self.memory**2).sum()
 
 
-MODULES = [Experts, OldWeightNorm, Recurrent, Truncated, Features, Memory]
+class FromStatistics(nn.Module):
+    """Scales by a parameter that the third call sets to a statistic of the calls before."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(4, 4), 0
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.calls < 2:
+            self.seen.mul_(0.5).add_(y.detach().abs().max())
+        elif self.calls == 2:
+            self.scale.detach().mul_(self.seen)
+        self.calls += 1
+        return y * self.scale
+
+    def loss(self, x):
+        return (self(x) ** 2).mean() + self.scale**2
+
+
+MODULES = [Experts, OldWeightNorm, Recurrent, Truncated, Features, Memory, FromStatistics]
 
 
 def built(make, device):

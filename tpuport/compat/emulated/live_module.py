@@ -513,17 +513,19 @@ class LiveModel(PortedModel):
             settings.calls.traces += 1
         if self._wanted is None:
             return pure
-        registered = self._tree.registered
+        registered, params = self._tree.registered, self.params
 
         def labels(state: Any, written: Any, put: Any, code: Any) -> dict[str, Any]:
             del code
             known = outcome()
             metas, flowing = known.state_metas, known.flows.state
-            # What a kernel writes to a buffer, such as a running mean, has no gradient in torch.
+            # What a kernel writes to a buffer, such as a running mean, has no gradient in torch; a
+            # parameter is a leaf, whatever is written to it.
             found = {
                 f"the {'buffer' if n in registered else 'attribute'} {n!r}": v
                 for n, v in state.items()
-                if n not in flowing and (n not in registered or metas[n].requires_grad)
+                if n not in flowing and n not in params
+                if n not in registered or metas[n].requires_grad
             }
             found |= {
                 f"the argument {arguments.argument_name(paths[int(i)])}": v
