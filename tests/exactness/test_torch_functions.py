@@ -1,7 +1,8 @@
 """Functions of torch that read values, or draw until values fit, while a program has none."""
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +173,54 @@ def test_a_tensor_where_the_number_decides_the_program():
     port = tpuport.convert(lambda x: F.dropout(x, p=x.max()))
     with pytest.raises(PortError, match="a Python float was made of a value that depends"):
         port(torch.tensor([0.25, 0.5]))
+
+
+class Scaled(NamedTuple):
+    """A value with its scale that takes functions of torch apart itself, and is no tensor."""
+
+    value: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.mul:
+            return NotImplemented
+        plain = [a.value * a.scale if isinstance(a, Scaled) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Gained(Scaled):
+    """A subclass goes first, as in eager."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs) + 1
+
+
+class TakesApart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 6).reshape(2, 3))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        a, b = Scaled(self.weight, x.abs().max()), Gained(x, x.new_tensor(0.5))
+        drawn = F.dropout(b, 0.0)
+        return F.linear(x, a), torch.add(a, 1.0), F.linear(b, a), drawn
+
+
+def test_objects_that_are_no_tensors_take_functions_apart():
+    eager = TakesApart()
+    port = tpuport.convert(copy.deepcopy(eager))
+    for scale in (1.0, 3.0):
+        x = torch.arange(6.0).reshape(2, 3) * scale
+        for have, want in zip(port(x), eager(x), strict=True):
+            torch.testing.assert_close(tpuport.to_torch(have), want)
+    sum(out.sum() for out in eager(x)).backward()
+
+    def total(params: Any) -> Any:
+        return sum(jnp.sum(out) for out in port.apply(params, port.buffers, None, x)[0])
+
+    found = jax.jit(jax.grad(total))(port.params)["weight"]
+    torch.testing.assert_close(torch.from_numpy(np.array(found)), eager.weight.grad)
+    with pytest.raises(TypeError, match="returned NotImplemented"):
+        tpuport.convert(lambda x: torch.mul(Scaled(x, x), x))(x)

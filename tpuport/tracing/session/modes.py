@@ -143,6 +143,13 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        for kind in types:
+            if not issubclass(kind, torch.Tensor):
+                # It takes the function apart, and calls torch for its parts: seen by this mode.
+                with self:
+                    result = kind.__torch_function__(func, types, args, kwargs or {})
+                if result is not NotImplemented:
+                    return result
         handler = FUNCTIONS.get(func)
         if handler is not None and not _is_transformed(args, kwargs):
             result = handler(self.trace, func, args, kwargs or {})
