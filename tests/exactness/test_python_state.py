@@ -4,6 +4,7 @@ And the way back to torch.
 """
 
 import copy
+import functools
 from typing import Any
 
 import jax
@@ -168,3 +169,55 @@ def test_trained_parameters_that_change_names_are_refused():
     ported, eager, x = tpuport.convert(Exchanging(False)), Exchanging(False), torch.ones(2)
     for _ in range(3):
         assert ported(x).tolist() == eager(x).tolist()
+
+
+class Doubled:
+    """Stands for a submodule's `forward` during a call."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.calls = inner, 0
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(x) * 2
+
+
+class Wraps(nn.Module):
+    """Puts something for a submodule's `forward`, and leaves what refers to that submodule."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind, self.kept = nn.Linear(3, 3), kind, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.kept or self.inner.forward
+        wrapped = Doubled(before) if self.kind != "partial" else functools.partial(before)
+        self.inner.forward = wrapped  # type: ignore[method-assign]
+        try:
+            return self.inner(x)
+        finally:
+            inner = self.inner
+            if self.kind == "function" and self.kept is None:
+                self.kept = lambda x: inner.weight.sum() + type(inner).forward(inner, x)
+            if self.kind == "method":
+                inner.forward = before
+            else:
+                del inner.forward
+            if self.kind == "partial" and self.kept is None:
+                self.kept = functools.partial(type(inner).forward, inner)
+
+
+@pytest.mark.parametrize("kind", ["method", "function", "partial"])
+def test_an_attribute_that_refers_to_a_method_of_a_submodule(kind: str):
+    eager = Wraps(kind)
+    port = by_tpuport(copy.deepcopy(eager))
+    for seed in range(3):
+        x = normal(2, 3, seed=seed)
+        assert_same(port(x), eager(x), f"call {seed}")
+    # What was left refers to the weights of now, not to those of the first trace.
+    with torch.no_grad():
+        eager.inner.weight.mul_(3)
+    port.params["inner.weight"] = port.params["inner.weight"] * 3
+    for seed in range(2):
+        x = normal(2, 3, seed=5 + seed)
+        assert_same(port(x), eager(x), f"call {seed} with other weights")

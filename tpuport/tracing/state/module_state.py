@@ -1,6 +1,7 @@
 """A module's state: every tensor that it refers to by name, and what a call changed."""
 
 import copy
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -536,12 +537,21 @@ def moved_constants(
 def _modules_in(values: dict[str, Any], module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the parts of a module that values refer to, by name."""
 
+    bare = pytree.ATOMIC - {types.FunctionType}
+
     def parts(value: Any) -> list[Any]:
+        match value:
+            case types.MethodType():  # as what stands for a submodule's `forward` in a call
+                return [value.__self__]
+            case types.FunctionType():
+                return [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
+            case functools.partial():
+                return [value.func, *value.args, *value.keywords.values()]
         if isinstance(value, (torch.nn.Module, torch.Tensor, *pytree.ATOMS)):
             return []
-        return [part for part in pytree.children(value).all if type(part) not in pytree.ATOMIC]
+        return [part for part in pytree.children(value).all if type(part) not in bare]
 
-    roots = [value for value in values.values() if type(value) not in pytree.ATOMIC]
+    roots = [value for value in values.values() if type(value) not in bare]
     found = pytree.walk(roots, parts) if roots else []
     known = {id(value) for value in found if isinstance(value, torch.nn.Module)}
     return {name: m for name, m in module.named_modules() if id(m) in known} if known else {}
