@@ -198,3 +198,17 @@ def test_a_shape_that_data_decides_is_returned():
     # Sizes of traced arguments of a user's own program are arrays.
     (size, *_), _ = ported.apply({}, {}, None, jax.numpy.asarray(batches()[0].numpy()))
     assert list(map(int, size)) == list(shapes(batches()[0])[0])
+
+
+def places_up_to_a_size(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Index as transformers does a mask of padding that was cut to the longest row."""
+    size = int(kept.sum(1).max())
+    rows, columns = torch.arange(x.shape[0])[:, None], torch.arange(size)[None, :]
+    return x[:, :size][rows, columns].sum()
+
+
+def test_an_index_whose_last_dim_has_a_size_of_the_data():
+    port = tpuport.convert(places_up_to_a_size)
+    for count in (3, 2):
+        x, kept = torch.arange(10.0).reshape(2, 5) * count, torch.arange(5).expand(2, 5) < count
+        torch.testing.assert_close(tpuport.to_torch(port(x, kept)), places_up_to_a_size(x, kept))

@@ -156,8 +156,9 @@ def from_front(source: Any, indices: list[Any]) -> list[Any]:
             continue
         given = value_of(strip(item))
         outside = (given >= size.value) | (given < -size.value)
-        if extents_of(item):
-            outside &= value_of(valid(extents_of(item)[0], given.shape[0]))
+        for at, node in extents_of(item).items():
+            shape = [-1 if d == at else 1 for d in range(given.ndim)]
+            outside &= value_of(valid(node, given.shape[at])).reshape(shape)
         message = f"index is out of bounds for dimension {dim - 1}, whose size depends on data"
         raise_if(jnp.any(outside), IndexError(message))
         found = wrap_now(jnp.where(given < 0, given + size.value, given), item.dtype)
