@@ -291,3 +291,16 @@ def test_the_old_tensor_types_make_and_name_tensors():
     half = torch.ones(2).type(torch.cuda.HalfTensor)
     assert (half.dtype, half.device) == (torch.float16, x.device)
     assert half.type(torch.FloatTensor).device == torch.device("cpu")
+
+
+@pytest.mark.usefixtures("_no_context")
+def test_checkpoints_know_the_device_whatever_was_asked_before():
+    kind = torch.utils.checkpoint.DefaultDeviceType
+    before = kind.get_device_type()
+    with tpuport.porting():
+        assert kind.get_device_type() == "cuda"
+        held = torch.utils.checkpoint.get_device_states(torch.ones(2, device="cuda"))
+        first = torch.rand(3, device="cuda")
+        torch.utils.checkpoint.set_device_states(*held)
+        assert torch.equal(torch.rand(3, device="cuda"), first)
+    assert kind.get_device_type() == before

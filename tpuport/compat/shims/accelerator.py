@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 from tpuport.compat.emulated import accelerator
 from tpuport.compat.emulated.accelerator import index_of
@@ -46,7 +47,12 @@ class Accelerator(Shim):
             "empty_host_cache": lambda: None,
         }
         table |= {name: MEMORY[name] for name in _STATISTICS}
-        return functions(torch.accelerator, table)
+        # torch keeps the first answer, which may be that of a call before the block.
+        asked = torch.utils.checkpoint.DefaultDeviceType
+        return [
+            *functions(torch.accelerator, table),
+            Replacement(asked, "_default_device_type", None),
+        ]
 
 
 _STATISTICS = (
