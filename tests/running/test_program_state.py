@@ -1,5 +1,6 @@
 """What programs keep, let go, and notice; the numbers are in test_scripts."""
 
+import copy
 import random
 import warnings
 
@@ -199,3 +200,35 @@ def test_a_module_left_to_eager_draws_the_numbers_that_eager_draws():
     with tpuport.porting(), pytest.warns(PortWarning, match="drew random numbers"):
         ours = shuffles("cuda")
     assert ours == shuffles("cpu")
+
+
+class Listed(nn.Module):
+    """Lists the parameters of its head only, for an optimizer, by methods with old signatures."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x):
+        return self.head(self.body(x).tanh()).sum()
+
+    def named_parameters(self, prefix="", recurse=True):
+        return ((f"{prefix}{n}", p) for n, p in self.head.named_parameters(recurse=recurse))
+
+    def parameters(self, recurse=True):
+        return [p for _, p in self.named_parameters(recurse=recurse)]
+
+
+def test_a_module_that_lists_some_of_its_parameters_has_gradients_for_all():
+    torch.manual_seed(0)
+    eager, x = Listed(), torch.linspace(-1, 1, 6).reshape(2, 3)
+    port = tpuport.convert(copy.deepcopy(eager), args=(x,))
+    grads = jax.grad(lambda params: port.apply(params, port.buffers, None, x)[0])(port.params)
+    with tpuport.porting():
+        net = copy.deepcopy(eager).to("cuda")
+        net(x.to("cuda")).backward()
+        got = {n: p.grad.cpu() for n, p in nn.Module.named_parameters(net)}
+    eager(x).backward()
+    for name, parameter in nn.Module.named_parameters(eager):
+        torch.testing.assert_close(got[name], parameter.grad)
+        torch.testing.assert_close(tpuport.to_torch(grads[name]), parameter.grad)

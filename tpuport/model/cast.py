@@ -88,13 +88,17 @@ def cast(ported: PortedModel, policy: DtypePolicy | str = "bf16") -> CastReport:
     policy = as_policy(policy)
     known, master = ported._tracer.casting, ported._module
     if known.before is None:
-        floating = (p.dtype for p in master.parameters() if p.dtype.is_floating_point)
+        floating = (
+            p.dtype for p in torch.nn.Module.parameters(master) if p.dtype.is_floating_point
+        )
         before = next(floating, torch.get_default_dtype())
     else:
         before = known.before
     decisions = policy.decide(master)
     inside = {name: one.dtype for name, one in decisions.items()}
-    parameters = frozenset(name for name in inside if name in dict(master.named_parameters()))
+    parameters = frozenset(
+        name for name in inside if name in dict(torch.nn.Module.named_parameters(master))
+    )
     held = dict(inside)
     if policy.weights is not None:
         held |= dict.fromkeys(parameters, torch_dtype(policy.weights))

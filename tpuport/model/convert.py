@@ -174,7 +174,10 @@ def _check_module(target: torch.nn.Module, methods: list[str]) -> None:
                 " `__hash__ = torch.nn.Module.__hash__` to the class"
             )
             raise UsageError(msg)
-    for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+    for name, tensor in [
+        *torch.nn.Module.named_parameters(target),
+        *torch.nn.Module.named_buffers(target),
+    ]:
         if isinstance(tensor, backend.TorchaxTensor) or isinstance(
             tensor.data, backend.TorchaxTensor
         ):

@@ -78,7 +78,7 @@ def _unregistered(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             if name != "_modules" and isinstance(held, (list, tuple, dict)):
                 for one in held.values() if isinstance(held, dict) else held:
                     if isinstance(one, torch.nn.Module):
-                        yield from (*one.parameters(), *one.buffers())
+                        yield from (*torch.nn.Module.parameters(one), *torch.nn.Module.buffers(one))
 
 
 class ModuleEdits:

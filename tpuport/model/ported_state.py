@@ -156,7 +156,7 @@ class PortedState:
     @property
     def frozen(self) -> dict[str, jax.Array]:
         """Return the part of `buffers` that are parameters with `requires_grad=False`, by fqn."""
-        owners = dict(self._module.named_parameters())
+        owners = dict(torch.nn.Module.named_parameters(self._module))
         first = {name: stacked_params.members_of(name) or [name] for name in self.buffers}
         return {name: value for name, value in self.buffers.items() if first[name][0] in owners}
 
@@ -486,7 +486,7 @@ class PortedState:
             leaf = leaves[name]
             is_tensor = isinstance(leaf, torch.Tensor)
             values[name] = backend.to_jax(leaf) if is_tensor else exact_value(leaf)
-        trainable = {n for n, p in module.named_parameters() if p.requires_grad}
+        trainable = {n for n, p in torch.nn.Module.named_parameters(module) if p.requires_grad}
         kept = {name: values[name] for name in names if name in values}
         self.params = {n: v for n, v in kept.items() if n in trainable}
         self.buffers = {n: v for n, v in kept.items() if n not in trainable}

@@ -34,8 +34,8 @@ def new_report(target: torch.nn.Module | Callable[..., Any]) -> PortReport:
         return PortReport(
             getattr(target, "__name__", str(target)), class_file=_file(target), versions=versions
         )
-    parameters = {id(p): p for p in target.parameters()}.values()
-    buffers = {id(b): b for b in target.buffers()}.values()
+    parameters = {id(p): p for p in torch.nn.Module.parameters(target)}.values()
+    buffers = {id(b): b for b in torch.nn.Module.buffers(target)}.values()
     return PortReport(
         type(target).__name__,
         class_file=_file(type(target)),

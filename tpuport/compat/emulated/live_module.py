@@ -579,7 +579,7 @@ class LiveModel(PortedModel):
         call, self._compared = self._compared, None
         assert call is not None
         assert expected.module is not None
-        theirs = dict(expected.module.named_parameters())
+        theirs = dict(torch.nn.Module.named_parameters(expected.module))
         # The call may have ended that a parameter requires grad.
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params and t.requires_grad}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.

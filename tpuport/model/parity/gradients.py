@@ -42,7 +42,7 @@ def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
     An example is a value that was written in place after an operation kept it for backward.
     """
     leaves = [leaf for leaf in pytree.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
-    trained = [p for p in module.parameters() if p.requires_grad]
+    trained = [p for p in torch.nn.Module.parameters(module) if p.requires_grad]
     found: dict[int, RuntimeError] = {}
     for index, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):
         if leaf.requires_grad:
@@ -76,7 +76,7 @@ def of_sums(
     sums: list[torch.Tensor], module: torch.nn.Module, *, keep: bool = False
 ) -> dict[str, torch.Tensor | None]:
     """Return the gradients of sums by parameter, None for one that they do not depend on."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in torch.nn.Module.named_parameters(module) if p.requires_grad}
     if not sums or not trained:
         return dict.fromkeys(trained)
     before = [p.grad for p in trained.values()]

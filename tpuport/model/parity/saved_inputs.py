@@ -18,7 +18,11 @@ def saved_inputs(found: Reference) -> tuple[frozenset[str], frozenset[int]]:
     with torch._C.DisableTorchFunction():
         saved = {_memory(tensor) for node in _nodes(out) for tensor in _saved(node)} - {None}
         module = found.module
-        named = [] if module is None else module.named_parameters(remove_duplicate=False)
+        named = (
+            []
+            if module is None
+            else torch.nn.Module.named_parameters(module, remove_duplicate=False)
+        )
         names = frozenset(name for name, p in named if _memory(p) in saved)
         leaves = enumerate(pytree.flatten(found.given, objects=True)[0])
         tensors = ((i, leaf) for i, leaf in leaves if isinstance(leaf, torch.Tensor))

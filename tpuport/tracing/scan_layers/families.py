@@ -64,7 +64,7 @@ def _families(blocks: Iterable[tuple[str, torch.nn.Module]]) -> Iterator[Family]
     by_state: dict[Any, list[tuple[str, torch.nn.Module]]] = {}
     for fqn, block in blocks:
         if block._modules:
-            key = tuple((n, t.shape, t.dtype) for n, t in block.named_parameters())
+            key = tuple((n, t.shape, t.dtype) for n, t in torch.nn.Module.named_parameters(block))
             by_state.setdefault(key, []).append((fqn, block))
     for alike in by_state.values():
         if len(alike) >= MIN_BLOCKS:

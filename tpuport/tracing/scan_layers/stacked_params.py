@@ -49,7 +49,7 @@ def stack_names(module: torch.nn.Module) -> list[str]:
             continue
         for first, last, kinds in _runs([block for _, block in children]):
             blocks = children[first:last]
-            parameters = {id(p) for _, block in blocks for p in block.parameters()}
+            parameters = {id(p) for _, block in blocks for p in torch.nn.Module.parameters(block)}
             start = prefix + _numbers([name for name, _ in blocks])
             own = [f"{prefix}.{name}".lstrip(".") for name, _ in blocks]
             if seen.isdisjoint(parameters) and members_of(start) == own:
@@ -73,7 +73,7 @@ def _runs(blocks: list[torch.nn.Module]) -> Iterable[tuple[int, int, Any]]:
     for index in range(1, len(blocks) + 1):
         if index < len(blocks) and kinds[index] == kinds[first]:
             continue
-        shared = len({id(p) for b in blocks[first:index] for p in b.parameters()})
+        shared = len({id(p) for b in blocks[first:index] for p in torch.nn.Module.parameters(b)})
         parameters = kinds[first][1]
         alone = shared == (index - first) * len(parameters)
         if index - first >= MIN_BLOCKS and parameters and alone:
@@ -82,7 +82,7 @@ def _runs(blocks: list[torch.nn.Module]) -> Iterable[tuple[int, int, Any]]:
 
 
 def _kind(block: torch.nn.Module) -> Any:
-    parameters = block.named_parameters()
+    parameters = torch.nn.Module.named_parameters(block)
     return type(block), tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in parameters)
 
 

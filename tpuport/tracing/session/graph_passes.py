@@ -54,8 +54,8 @@ def with_passes(
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
                 cloner.memo[id(tensor)] = getattr(ours[name], key)
-    known = {id(p) for p in plain.parameters()}
-    added = [name for name, p in graph.named_parameters() if id(p) not in known]
+    known = {id(p) for p in torch.nn.Module.parameters(plain)}
+    added = [name for name, p in torch.nn.Module.named_parameters(graph) if id(p) not in known]
     if added:
         raise UsageError(
             f"a pass adds the parameters {', '.join(added)}, which are no state of the model; apply"

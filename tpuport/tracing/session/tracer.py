@@ -325,7 +325,7 @@ class Tracer:
         explorer = trace.explorer
         assert explorer is not None
         if self.hooked is not None and self.master is not None:
-            values = self.hooked(trace, dict(self.master.named_parameters()), values)
+            values = self.hooked(trace, dict(torch.nn.Module.named_parameters(self.master)), values)
         with host_randomness.unchanged(roots, self.plan):
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
