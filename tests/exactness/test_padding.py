@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tpuport
 from tests.exactness.scenario import by_tpuport
 from tpuport.tracing.dispatch import dispatch as dispatch_file
 from tpuport.tracing.dynamic_shapes import dispatch as rules
@@ -434,6 +435,8 @@ NOT_HERE = {
     ),
     *("new_empty", "_fused_rms_norm"),
     *("rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout"),
+    # test_draws_that_fill_rows
+    *("uniform", "normal_functional", "exponential", "random", "log_normal", "cauchy", "geometric"),
     *("__and__", "__or__", "__xor__"),
     *("_unsafe_view", "_reshape_alias", "_unsafe_index_put", "lift_fresh", "contiguous"),
     *("floor_divide", "equal", "allclose", "alias", "argsort", "one_hot"),
@@ -450,3 +453,34 @@ def test_every_operation_that_accepts_padding_is_here(reached):
     if not reached.issuperset(TABLES):
         pytest.skip("not all tables ran")
     assert {*HANDLERS, *rules._POINTWISE, *rules._ROWWISE} - reached - NOT_HERE == set()
+
+
+DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
+    "uniform": (lambda t: torch.zeros_like(t).uniform_(2, 3), 2.5, 0.29),
+    "normal": (lambda t: torch.zeros_like(t).normal_(50, 1), 50, 1),
+    "exponential": (lambda t: torch.empty_like(t).exponential_(2.0), 0.5, 0.5),
+    "integers": (lambda t: torch.zeros_like(t).random_(3, 9), 5.5, 1.71),
+    "log_normal": (lambda t: torch.empty_like(t).log_normal_(1, 0.1), 2.73, 0.27),
+    "cauchy": (lambda t: torch.empty_like(t).cauchy_(2, 3).clamp(-1, 5), 2, 2.4),
+    "geometric": (lambda t: torch.empty_like(t).geometric_(0.5), 2, 1.41),
+    "bernoulli": (lambda t: torch.empty_like(t).bernoulli_(0.5), 0.5, 0.5),
+}
+
+
+def test_draws_that_fill_rows():
+    """A mean and a deviation over the rows that are there, of fresh numbers at each call."""
+
+    def drawn(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = x[x[:, 0] > 0]
+        made = {name: draw(rows) for name, (draw, _, _) in DRAWS.items()}
+        return {name: torch.stack([v.mean(), v.std()]) for name, v in made.items()}
+
+    port = tpuport.convert(drawn)
+    x = torch.linspace(-1, 1, 4000).reshape(400, 10)
+    first, second = tpuport.to_torch(port(x)), tpuport.to_torch(port(x))
+    for name, (_, mean, deviation) in DRAWS.items():
+        for found in (first[name], second[name]):
+            torch.testing.assert_close(
+                found, torch.tensor([mean, deviation]) * 1.0, rtol=0.12, atol=0
+            )
+        assert not torch.equal(first[name], second[name])

@@ -42,6 +42,7 @@ _POINTWISE = {
 _POINTWISE |= {
     "rand_like",
     "randn_like",
+    *("uniform", "normal_functional", "exponential", "random", "log_normal", "cauchy", "geometric"),
     "bernoulli",
     "native_dropout",
     "lift_fresh",
@@ -84,6 +85,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     has_extents = any(extents_of(t) for t in tensors_of(args, kwargs))
     if not has_extents:
         return NotImplemented
+    if func is torch.ops.aten.empty_like.default:
+        func = torch.ops.aten.zeros_like.default  # what memory held before is no value
     if torch.Tag.pointwise in func.tags or func._opname in _POINTWISE:
         return pointwise(func, args, kwargs)
     if func._opname in _ROWWISE:
