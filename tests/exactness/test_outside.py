@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -320,6 +321,40 @@ def test_what_a_call_keeps_at_its_first_use_stays(function: Any, name: str):
     found = [ported(x).torch() for x in given]
     assert isinstance(CACHE.pop(name), torch.Tensor)
     assert all(torch.equal(a, function(x)) for a, x in zip(found, given, strict=True))
+
+
+class Hidden(nn.Module):
+    """Calls a module that is no part of it with its own parameters, and puts that one's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inner = nn.Linear(3, 2)
+        self.weights = nn.ParameterDict({n: p * 2 for n, p in inner.named_parameters()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = HIDDEN[0]
+        held = dict(inner._parameters)
+        inner._parameters.update(self.weights)
+        y = inner(x)
+        inner._parameters.update(held)
+        return y.tanh()
+
+
+HIDDEN = [nn.Linear(3, 2)]
+
+
+def test_a_module_outside_that_is_lent_parameters_and_gets_its_own_back():
+    eager = Hidden()
+    own = dict(HIDDEN[0]._parameters)
+    port = tpuport.convert(copy.deepcopy(eager))
+    for x in (torch.ones(2, 3), torch.eye(3)):
+        torch.testing.assert_close(port(x).torch(), eager(x).detach())
+    assert len(port.report.retraces) == 1  # for another batch
+    grads = jax.grad(lambda params: port.apply(params, port.buffers, None, x)[0].sum())(port.params)
+    eager(x).sum().backward()
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(tpuport.to_torch(grads[name]), parameter.grad)
+    assert all(HIDDEN[0]._parameters[name] is held for name, held in own.items())
 
 
 # -- the module of a port --------------------------------------------------------------------------

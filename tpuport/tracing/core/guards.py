@@ -5,6 +5,7 @@ code reads. Their values are part of the program. A guard notices, at a later ca
 changed.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -43,6 +44,21 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(a[k] is b[k] for k in a)
     return a is b
+
+
+def _was_lent(before: Any, now: Any, is_foreign: Callable[[Any], bool]) -> bool:
+    """Return whether a module had tensors of the call while it was called, and has its own again.
+
+    So `torch.func.functional_call` and torchrl's losses call a module with parameters of another.
+    """
+    lent, own = (_tensors_of(part) for part in (before, now))
+    return bool(lent) and not any(map(is_foreign, lent)) and all(map(is_foreign, own))
+
+
+def _tensors_of(value: Any) -> list[torch.Tensor]:
+    """Return an attribute's tensors: itself, or those of a registry."""
+    parts = value.values() if isinstance(value, dict) else [value]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 def _state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
@@ -113,12 +129,19 @@ class Guards:
         if id(module) not in self.modules:
             self.modules[id(module)] = (module, _held(module), _contents(module))
 
-    def restore(self) -> list[str]:
-        """Restore the attributes of modules from outside; return the names of the changed ones."""
+    def restore(self, is_foreign: Callable[[Any], bool]) -> list[str]:
+        """Restore the attributes of modules from outside; return the names of the changed ones.
+
+        Args:
+            is_foreign: Says whether a tensor was there before the trace.
+        """
         changed: list[str] = []
-        for module, _, before in self.modules.values():
+        for key, (module, _, before) in list(self.modules.items()):
             now = _contents(module)
             for name in [n for n in {**before, **now} if not _same(before.get(n), now.get(n))]:
+                if _was_lent(before.get(name), now.get(name), is_foreign):
+                    self.modules[key] = (module, _held(module), _contents(module))
+                    continue
                 changed.append(f"{type(module).__name__}.{name}")
                 if name not in before:
                     del module.__dict__[name]
@@ -129,13 +152,16 @@ class Guards:
                     module.__dict__[name] = before[name]
         return changed
 
-    def refuse_writes(self) -> None:
+    def refuse_writes(self, is_foreign: Callable[[Any], bool]) -> None:
         """Refuse a call that set attributes of a module from outside.
+
+        Args:
+            is_foreign: Says whether a tensor was there before the trace.
 
         Raises:
             PortError: it did: the attribute would be set once, while tracing.
         """
-        changed = self.restore()
+        changed = self.restore(is_foreign)
         if changed:
             raise port_error(
                 f"the call sets {', '.join(changed[:3])} of a module that is not part of the ported"

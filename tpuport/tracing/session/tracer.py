@@ -291,7 +291,7 @@ class Tracer:
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart
             except BaseException:
-                trace.recorder.guards.restore()
+                trace.recorder.guards.restore(trace.is_foreign)
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart from None
                 raise
@@ -330,7 +330,7 @@ class Tracer:
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
-        trace.recorder.guards.refuse_writes()
+        trace.recorder.guards.refuse_writes(trace.is_foreign)
         refuse_foreign_writes(trace, module, made)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
         outcome = self._outcome(
