@@ -38,6 +38,7 @@ MADE = {
     "one of several": lambda x: x.split(1)[1],
     "named tuple": lambda x: x.max(0).values,
     "dtype": lambda x: x.to(torch.float64),
+    "dtype by a type of Python": lambda x: x.to(int),
     "half": lambda x: x.half(),
     "string type": lambda x: torch.zeros(2).type("torch.cuda.DoubleTensor"),
     "like another": lambda x: torch.zeros(2).to(x),

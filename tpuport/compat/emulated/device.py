@@ -168,7 +168,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         where: Any = CUDA if is_tagged(other) else other.device
         rest[:1], options["dtype"] = [], other.dtype
         options.pop("other", None)
-    elif rest and not isinstance(rest[0], torch.dtype):
+    elif rest and not isinstance(rest[0], (torch.dtype, type)):  # int stands for torch.int64
         where = rest.pop(0)
     else:
         where = options.pop("device", None)
