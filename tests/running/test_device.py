@@ -263,3 +263,36 @@ def test_leaving_out_of_order_takes_only_our_own_mode_away():
     thread.start()
     thread.join()
     assert depths == [1, 0]
+
+
+class MakesInside(nn.Module):
+    """Calls functions that torch wrote in Python, which make tensors on their arguments' device."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(8, 4, mode="sum")
+        self.attention = nn.MultiheadAttention(4, 2, add_zero_attn=True, add_bias_kv=True)
+        self.pool = nn.FractionalMaxPool2d(2, output_size=1)
+
+    def forward(self, ids):
+        x = self.bags(ids)
+        y, weights = self.attention(x, x, x)
+        row, column = torch.unravel_index(weights.argmax(), weights.shape)
+        assert row.device == x.device
+        return y * (row + column), self.pool(x[None, None]).shape[-1] * weights
+
+
+def test_tensors_that_functions_of_torch_make_inside_are_on_the_accelerator():
+    torch.manual_seed(0)
+    eager, ids = MakesInside(), torch.tensor([[0, 1, 2], [5, 1, 7]])
+    there = copy.deepcopy(eager)
+    with tpuport.porting():
+        found = there.to(CUDA)(ids.to(CUDA))
+        sum(out.sum() for out in found).backward()
+        assert all(out.is_cuda for out in found)
+    expected = eager(ids)
+    sum(out.sum() for out in expected).backward()
+    for have, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(have.cpu(), want)
+    for have, want in zip(there.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(have.grad.cpu(), want.grad)

@@ -32,7 +32,7 @@ from tpuport.foundation.interop.device_mark import (
     storage_of,
     tag,
 )
-from tpuport.foundation.interop.seen_device import set_seen_device
+from tpuport.foundation.interop.seen_device import set_seen_device, where_they_are
 from tpuport.foundation.patching.shim import REPLACED
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor
@@ -326,7 +326,14 @@ class Emulated(TorchFunctionMode):
         default = default_device()
         if default is not None and func in _device_constructors():
             return self.__torch_function__(func, types, args, {**kwargs, "device": default})
+        if getattr(func, "__module__", None) in _WRITTEN_IN_PYTHON:
+            with where_they_are():
+                return _settled(func(*args, **kwargs), args, kwargs)
         return _settled(func(*args, **kwargs), args, kwargs)
+
+
+# What these call inside reaches no mode, such as `torch.zeros(2, device=k.device)`.
+_WRITTEN_IN_PYTHON = frozenset({"torch.functional", "torch.nn.functional"})
 
 
 def _made_there(result: Any, args: tuple[Any, ...]) -> Any:
