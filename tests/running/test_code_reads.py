@@ -85,6 +85,22 @@ def states(device):
     return found
 
 
+class MakesUp:
+    """Raises at what it does not have, as `pytest.mark` does."""
+
+    def __getattr__(self, name):
+        raise ValueError(name)
+
+
+ANSWERS = MakesUp()
+PARTIAL = functools.partial(logged(lambda self, x: x * SECOND), None)
+
+
+def test_objects_are_not_asked_for_what_they_do_not_have():
+    reads = CodeReads([lambda x: PARTIAL(x) if ANSWERS else x])
+    assert {"ANSWERS", "SECOND"} <= {name for _, name in reads.places.values()}
+
+
 def test_state_that_only_decorated_code_reads_is_given_back():
     expected = states("cpu")
     with tpuport.porting():

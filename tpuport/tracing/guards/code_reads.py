@@ -9,6 +9,7 @@ import builtins
 import contextvars
 import dis
 import functools
+import inspect
 import itertools
 import re
 import sys
@@ -144,7 +145,7 @@ class CodeReads:
         elif not isinstance(value, (*VALUES, torch.Tensor, types.ModuleType, torch.nn.Module)):
             if type(value).__module__ != "builtins":
                 self._note_class(type(value))
-            wrapped = getattr(value, "__wrapped__", None) or getattr(value, "func", None)
+            wrapped = next(filter(None, (_held(value, n) for n in ("__wrapped__", "func"))), None)
             if isinstance(wrapped, types.FunctionType):
                 self._todo.append(wrapped)
 
@@ -240,6 +241,11 @@ def content(cell: types.CellType) -> Any:
 
 def _is_library(namespace: dict[str, Any]) -> bool:
     return "site-packages" in (namespace.get("__file__") or "")
+
+
+def _held(value: Any, name: str) -> Any:
+    """Return an attribute that an object has; it may make up others, or raise, when asked."""
+    return None if inspect.getattr_static(value, name, None) is None else getattr(value, name)
 
 
 def _top(name: str) -> str:
