@@ -5,19 +5,29 @@ import pytest
 
 import tpuport
 from recipes.openpi.compile import PARTS, compile_parts, milliseconds
+from recipes.openpi.config import config_of
 from tests.program.small import needs_libtpu
 from tpuport.foundation.errors import UsageError
 
 
+# The token of π0's state attends to no action, which is neither a band nor segments.
+@pytest.mark.filterwarnings(
+    "ignore:Splash attention cannot serve an arbitrary mask"
+    ":tpuport.kernels.attention.dispatch.AttentionWarning"
+)
 @needs_libtpu
 @pytest.mark.slow
 def test_parts_are_compiled_from_shapes():
     reports = dict(compile_parts("tiny-pi0"))
     assert all(report.fits for report in reports.values())
     flops = {part: report.work.chip_flops for part, report in reports.items() if report.work}
-    # The loop of the call is counted once.
+    # The loop of the call is counted once. Of the language model's last layer only keys and values
+    # are read, so a program may leave out its other products, if the layers are not a loop.
+    config = config_of("tiny-pi0")
+    sizes, tokens = config.language, 3 * config.vision.num_tokens + config.max_token_len
+    unread = 2 * tokens * sizes.width * (2 * sizes.heads * sizes.head_dim + 3 * sizes.mlp)
     parts = sum(flops[part] for part in PARTS[:3])
-    assert flops["call"] == pytest.approx(parts, rel=0.1)
+    assert 0.98 * (parts - unread) < flops["call"] < 1.02 * parts
     assert milliseconds(reports) > 0
     assert milliseconds({"vision": reports["vision"]}) is None
 
