@@ -15,6 +15,7 @@ import tpuport
 from recipes.openpi.config import read_config
 from recipes.openpi.upstream import (
     make_upstream,
+    observation_of,
     upstream_actions,
     upstream_loss,
     upstream_policies,
@@ -31,6 +32,11 @@ def main(checkout: str, folder: Path) -> None:
         loss.backward()
         found["loss"] = loss.detach()
         found["grads"] = {name: value.grad for name, value in policy.named_parameters()}
+        within: Any = policy.paligemma_with_expert
+        images = [
+            within.embed_image(image).detach() for image in observation_of(batch).images.values()
+        ]
+        found["images"] = torch.cat(images, dim=1)
         found["actions"] = upstream_actions(policy, batch, batch["noise"])
         ported = tpuport.convert(policy, methods=(upstream_loss, upstream_actions), verify=False)
         found["ported_loss"] = tpuport.to_torch(ported.upstream_loss(batch)).detach()

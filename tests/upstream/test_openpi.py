@@ -59,8 +59,10 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 def test_both_compute_the_same(pi05: bool, tmp_path: Path):
     generator = torch.Generator().manual_seed(0)
     policy = make_policy(replace(SIZES, pi05=pi05))
-    for parameter in policy.parameters():
-        torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    for name, parameter in policy.named_parameters():
+        # With scales near zero the encoder's activation would be a line, whichever it is.
+        scale = name.endswith(("layer_norm1.weight", "layer_norm2.weight"))
+        torch.nn.init.normal_(parameter, float(scale) * 2, 0.2, generator=generator)
     batch = batch_of(generator)
     write_weights(tmp_path, policy)
     torch.save(batch, tmp_path / "batch.pt")
@@ -76,7 +78,10 @@ def test_both_compute_the_same(pi05: bool, tmp_path: Path):
         if parameter.grad is not None:
             assert relative(parameter.grad, theirs["grads"][name]) < 1e-4, name
     with torch.no_grad():
+        images = policy.encode_images(batch["images"])
         actions = policy.sample_actions(batch, batch["noise"], 10)
+    # The loss averages over hundreds of image tokens, and hides small errors of the encoder.
+    assert relative(images, theirs["images"]) < 1e-5
     assert relative(actions, theirs["actions"]) < 1e-5
     # The untouched class as programs.
     assert relative(theirs["ported_loss"], theirs["loss"]) < 1e-6
