@@ -145,7 +145,9 @@ class CodeReads:
         elif not isinstance(value, (*VALUES, torch.Tensor, types.ModuleType, torch.nn.Module)):
             if type(value).__module__ != "builtins":
                 self._note_class(type(value))
-            wrapped = next(filter(None, (_held(value, n) for n in ("__wrapped__", "func"))), None)
+            # An object may make up what it is asked for, or raise, as `pytest.mark` does.
+            ask = _held if hasattr(type(value), "__getattr__") else getattr
+            wrapped = ask(value, "__wrapped__", None) or ask(value, "func", None)
             if isinstance(wrapped, types.FunctionType):
                 self._todo.append(wrapped)
 
@@ -243,9 +245,11 @@ def _is_library(namespace: dict[str, Any]) -> bool:
     return "site-packages" in (namespace.get("__file__") or "")
 
 
-def _held(value: Any, name: str) -> Any:
-    """Return an attribute that an object has; it may make up others, or raise, when asked."""
-    return None if inspect.getattr_static(value, name, None) is None else getattr(value, name)
+def _held(value: Any, name: str, default: Any) -> Any:
+    """Return an attribute that an object has, not one that its `__getattr__` makes up."""
+    if inspect.getattr_static(value, name, default) is default:
+        return default
+    return getattr(value, name, default)
 
 
 def _top(name: str) -> str:
