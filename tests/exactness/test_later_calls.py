@@ -7,11 +7,14 @@ Contents:
     test_writes_*   whether an argument may be written depends on what it is
 """
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 import tpuport
 from tpuport.foundation.errors import PortError, UsageError
@@ -211,3 +214,43 @@ def test_another_memory_of_a_global_counts():
     assert tpuport.to_torch(ported(PLAIN)).tolist() == [1.0, 2.0]
     outside.data = torch.full((2,), 5.0)
     assert tpuport.to_torch(ported(PLAIN)).tolist() == [5.0, 10.0]
+
+
+class Merging(nn.Module):
+    """Adds its adapter to the weight in evaluation mode, as loralib does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.merged = nn.Linear(3, 3), False
+        self.base.weight.requires_grad = False
+        self.down, self.up = nn.Parameter(torch.full((2, 3), 0.1)), nn.Parameter(torch.ones(3, 2))
+
+    def train(self, mode: bool = True) -> "Merging":
+        super().train(mode)
+        if mode == self.merged:
+            self.base.weight.data += (-1 if mode else 1) * self.up @ self.down
+            self.merged = not mode
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x)
+        return y if self.merged else y + (x @ self.down.T) @ self.up.T
+
+
+def test_a_mode_that_writes_weights_does_so_to_the_port_alone():
+    torch.manual_seed(0)
+    model, x = Merging(), torch.linspace(-1, 1, 6).view(2, 3)
+    before = copy.deepcopy(model.state_dict())
+    eager, ported = copy.deepcopy(model), tpuport.convert(model)
+    for mode in (True, False, False, True, False):
+        eager.train(mode)
+        ported.train(mode)
+        torch.testing.assert_close(torch.as_tensor(np.asarray(ported(x))), eager(x).detach())
+        # The next mode takes the values of now out of the weight, or puts them in.
+        ported.params = {name: value * 1.5 for name, value in ported.params.items()}
+        with torch.no_grad():
+            for parameter in filter(lambda p: p.requires_grad, eager.parameters()):
+                parameter.mul_(1.5)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert model.training
+    assert not model.merged

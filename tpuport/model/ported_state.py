@@ -196,10 +196,18 @@ class PortedState:
         return self._module.training
 
     def train(self, mode: bool = True) -> Self:
-        """Set training mode, as `nn.Module.train` does (the next call may retrace)."""
+        """Set training mode, as `nn.Module.train` does (the next call may retrace).
+
+        A `train` of the module's own, such as one that merges adapters into weights, runs on the
+        values of now, and on no memory of the module that was converted.
+        """
         self._mode = None
         self._take_edits()
-        self._module.train(mode)
+        if any(type(m).train is not torch.nn.Module.train for m in self._module.modules()):
+            self.module.train(mode)
+            self._take_edits()
+        else:
+            self._module.train(mode)
         self._new_version()
         if self._edits is not None:
             self._watch(self._edits.values)
