@@ -6,10 +6,12 @@ Unlike `jax.tree`, these walk any object that holds tensors, and keep shared ref
 from tpuport.foundation.pytree.children import (
     ATOMIC,
     ATOMS,
+    CALLABLES,
     OPAQUE,
     attributes_of,
     children,
     dict_class,
+    held_by_callable,
     is_open,
     is_plain,
     refill,
@@ -32,6 +34,7 @@ from tpuport.foundation.pytree.tree import (
 __all__ = [
     "ATOMIC",
     "ATOMS",
+    "CALLABLES",
     "OPAQUE",
     "Flattener",
     "TreeSpec",
@@ -41,6 +44,7 @@ __all__ = [
     "flatten",
     "flatten_with_paths",
     "hashable",
+    "held_by_callable",
     "is_leaf",
     "is_open",
     "is_plain",

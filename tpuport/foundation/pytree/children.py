@@ -1,5 +1,6 @@
 """What Python values are made of: the parts of containers and objects, and where each part is."""
 
+import contextlib
 import enum
 import functools
 import operator
@@ -188,6 +189,23 @@ def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any]
         content = content.map(build)
     refill(made, content)
     return made
+
+
+CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def held_by_callable(function: Any) -> list[Any]:
+    """Return what one of `CALLABLES` refers to: its closure and defaults, or what it is made of."""
+    if isinstance(function, types.MethodType):
+        return [function.__self__, function.__func__]
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    found = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # its variable is not assigned yet
+            found.append(cell.cell_contents)
+    defaults = (function.__kwdefaults__ or {}).values()
+    return [*found, *(function.__defaults__ or ()), *defaults]
 
 
 def walk(

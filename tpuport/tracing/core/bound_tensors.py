@@ -5,15 +5,20 @@ refer to then hold other values, which jax hands to it, for as long as it runs.
 """
 
 import contextlib
-import functools
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import torch
 
-from tpuport.foundation.pytree.children import ATOMS, children, is_open, walk
+from tpuport.foundation.pytree.children import (
+    ATOMS,
+    CALLABLES,
+    children,
+    held_by_callable,
+    is_open,
+    walk,
+)
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import Storage
@@ -109,8 +114,8 @@ def _parts(value: Any) -> list[Any]:
 
     Storages that a function writes later are not followed.
     """
-    if isinstance(value, _CALLABLES):
-        return _held(value)
+    if isinstance(value, CALLABLES):
+        return held_by_callable(value)
     if isinstance(value, (torch.Tensor, *ATOMS)):
         return []
     containers = (list, tuple, dict, set, frozenset)
@@ -118,29 +123,13 @@ def _parts(value: Any) -> list[Any]:
     return children(value).all if known else []
 
 
-_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-
-
-def _held(value: Any) -> list[Any]:
-    if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        defaults = (value.__kwdefaults__ or {}).values()
-        return [*cells, *(value.__defaults__ or ()), *defaults]
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    return [value.func, *value.args, *value.keywords.values()]
-
-
 def held_by(function: Any) -> list[Any]:
     """Return the objects that a function reaches without its arguments.
 
     They are what it closes over, is bound to, or has as a default, also through other functions.
     """
-    found = list(walk([function], lambda one: _held(one) if isinstance(one, _CALLABLES) else []))
-    return [one for one in found if not isinstance(one, _CALLABLES)]
 
+    def parts(one: Any) -> list[Any]:
+        return held_by_callable(one) if isinstance(one, CALLABLES) else []
 
-def _content(cell: types.CellType) -> Any:
-    with contextlib.suppress(ValueError):  # not assigned yet
-        return cell.cell_contents
-    return None
+    return [one for one in walk([function], parts) if not isinstance(one, CALLABLES)]

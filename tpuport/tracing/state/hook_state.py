@@ -5,9 +5,7 @@ and set an attribute that says so.
 """
 
 import copy
-import functools
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -84,22 +82,8 @@ def _holds(whole: Any, kinds: tuple[type, ...]) -> bool:
 
 
 def _parts(value: Any) -> list[Any]:
-    match value:
-        case types.MethodType():
-            return [value.__self__, value.__func__]
-        case functools.partial():
-            return [value.func, *value.args, *value.keywords.values()]
-        case types.FunctionType():
-            return [*_contents(value), *(value.__defaults__ or ())]
-        case torch.nn.Module() | torch.Tensor() | type() | types.ModuleType():
-            return []
+    if isinstance(value, pytree.CALLABLES):
+        return pytree.held_by_callable(value)
+    if isinstance(value, (*_STATE, type, types.ModuleType)):
+        return []
     return pytree.children(value).all
-
-
-def _contents(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the contents of a function's closure."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # an empty cell: its variable is not assigned yet
-            continue

@@ -1,7 +1,6 @@
 """A module's state: every tensor that it refers to by name, and what a call changed."""
 
 import copy
-import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -540,13 +539,8 @@ def _modules_in(values: dict[str, Any], module: torch.nn.Module) -> dict[str, to
     bare = pytree.ATOMIC - {types.FunctionType}
 
     def parts(value: Any) -> list[Any]:
-        match value:
-            case types.MethodType():  # as what stands for a submodule's `forward` in a call
-                return [value.__self__]
-            case types.FunctionType():
-                return [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
-            case functools.partial():
-                return [value.func, *value.args, *value.keywords.values()]
+        if isinstance(value, pytree.CALLABLES):  # what stands for a submodule's `forward` in a call
+            return pytree.held_by_callable(value)
         if isinstance(value, (torch.nn.Module, torch.Tensor, *pytree.ATOMS)):
             return []
         return [part for part in pytree.children(value).all if type(part) not in bare]
