@@ -19,6 +19,7 @@ from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
 from tpuport.model.program_cache import BoundCall, CachedProgram
 from tpuport.tracing.core.arguments import result_meta
+from tpuport.tracing.core.errors import error_here
 from tpuport.tracing.core.gradient_paths import evaluated
 from tpuport.tracing.core.paths import Path, Paths
 from tpuport.tracing.core.reentrancy import comparing_gradients
@@ -320,20 +321,21 @@ class DifferentiatedCall:
 
     def _refuse_longer_gradients(self, tensors: list[torch.Tensor]) -> None:
         """Refuse a gradient inside the program that eager PyTorch would follow out of it."""
-        names = self.prepared.compiled.outcome.inner_starts
-        starts = {n: t for n, t in zip(self.wanted[0], tensors, strict=False) if n in names}
+        places = self.prepared.compiled.outcome.inner_starts
+        starts = {n: t for n, t in zip(self.wanted[0], tensors, strict=False) if n in places}
         known = {id(tensor) for tensor in starts.values()}
         made = [t for t in tensors if t.grad_fn is not None and id(t) not in known]
         reached = graph_reaches(made, list(starts.values())) if starts and made else None
         if reached is not None:
             name = next(n for n, t in starts.items() if t is reached)
-            raise PortError(
-                f"the code takes a gradient of {name!r} by torch.autograd, and an argument or state"
-                f" of this call was computed from {name!r} too: eager PyTorch's gradient flows on"
-                " through it, and that of a program would end there",
+            raise error_here(
+                f"a gradient of {name!r} is taken here, and an argument or state of this call was"
+                f" computed from {name!r} too: eager PyTorch's gradient flows on through it, and"
+                " that of a program would end there",
                 code="TPU403",
                 remedy="detach what this call gets (x.detach()), if the gradient is to end there,"
                 " or make both calls in the forward of one module",
+                place=places[name],
             )
 
     def results(self, flows: list[Any]) -> tuple[Any, dict[str, torch.Tensor]]:

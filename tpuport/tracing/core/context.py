@@ -272,11 +272,12 @@ class Trace:
         self._leaves: weakref.WeakValueDictionary[int, TracedTensor] = weakref.WeakValueDictionary()
         # Constants that became leaves, kept alive so that no id is reused.
         self.constant_leaves: list[torch.Tensor] = []
+        # The arguments and state that code inside asked torch.autograd for a gradient of, and the
+        # line.
+        self.inner_starts: dict[int, tuple[TracedTensor, str]] = {}
         # While a custom backward runs: the tensors from outside that get a gradient, by id, and the
         # storages that it must not write.
         self.gathered: dict[int, TracedTensor] = {}
-        # The arguments and the state that code inside asked torch.autograd for a gradient of.
-        self.inner_starts: dict[int, TracedTensor] = {}
         self.read_only: set[int] = set()
         # The storages that a custom backward reads from outside.
         self.held: list[Storage] = []

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 
+from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.paths import Paths
@@ -193,7 +194,8 @@ def _sources(trace: Trace, inputs: Any) -> list[TracedTensor]:
             code="TPU403",
             remedy="make the input from an argument of the call, such as x.detach()",
         )
-    trace.inner_starts |= {id(source): source for source in sources if source._is_given}
+    place = user_line()
+    trace.inner_starts |= {id(one): (one, place) for one in sources if one._is_given}
     if not all(source.requires_grad for source in sources):
         raise RuntimeError("One of the differentiated Tensors does not require grad")
     return sources

@@ -454,8 +454,8 @@ class Tracer:
             )
             state_left.describe(outcome, before, after)
             outcome.baked = dict(baked)
-            starts = (n for n, leaf in before.leaves.items() if id(leaf) in trace.inner_starts)
-            outcome.inner_starts = frozenset(starts)
+            known = ((n, trace.inner_starts.get(id(leaf))) for n, leaf in before.leaves.items())
+            outcome.inner_starts = {n: start[1] for n, start in known if start is not None}
         return outcome
 
 

@@ -67,8 +67,8 @@ class TraceResult:
     state_aliases: "dict[str, Alias]" = field(default_factory=dict)
     # The outputs, by index, that are also bound to a name of the state, and that name.
     returned: dict[int, str] = field(default_factory=dict)
-    # The names of the state that code inside asked torch.autograd for a gradient of.
-    inner_starts: frozenset[str] = frozenset()
+    # The state that code inside asked torch.autograd for a gradient of, by name, and where.
+    inner_starts: dict[str, str] = field(default_factory=dict)
     # Where gradients flow on, if the call is differentiated.
     flows: Flows | None = None
 
