@@ -204,8 +204,11 @@ class PortedState:
         self._mode = None
         self._take_edits()
         if any(type(m).train is not torch.nn.Module.train for m in self._module.modules()):
+            watched = self._edits is not None
             self.module.train(mode)
             self._take_edits()
+            if not watched:
+                self._edits = None  # nobody else has that module
         else:
             self._module.train(mode)
         self._new_version()
