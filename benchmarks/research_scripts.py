@@ -27,17 +27,7 @@ from benchmarks.seeds import Found, run_seeds
 from benchmarks.training_scripts import listed
 from tpuport.foundation.errors import ParityError, PortError
 
-_CHANGES = listed("""
-net.eval()
-
-net.train()
-
-LAYER.eval()
-
-LAYER.requires_grad_(False)
-
-LAYER.requires_grad_(True)
-
+_CHANGES = training_scripts.MODES + listed("""
 saved = copy.deepcopy(net.state_dict())
 
 net.load_state_dict(saved) if saved else None

@@ -148,7 +148,7 @@ def listed(text: str) -> list[str]:
 
 
 # What a script does before a call, how it calls, what it differentiates and what it does then.
-_CHANGES = listed("""
+MODES = listed("""
 net.eval()
 
 net.train()
@@ -158,7 +158,8 @@ LAYER.eval()
 LAYER.requires_grad_(False)
 
 LAYER.requires_grad_(True)
-
+""")
+_CHANGES = MODES + listed("""
 LAYER.register_forward_hook(doubling)
 
 LAYER.register_forward_pre_hook(shifting)

@@ -174,6 +174,7 @@ def _check_module(target: torch.nn.Module, methods: list[str]) -> None:
                 " `__hash__ = torch.nn.Module.__hash__` to the class"
             )
             raise UsageError(msg)
+    # As everywhere by torch's own method: that of a class may leave weights out (torchrl's does).
     for name, tensor in [
         *torch.nn.Module.named_parameters(target),
         *torch.nn.Module.named_buffers(target),
