@@ -481,6 +481,10 @@ def test_draws_that_fill_rows():
     for name, (_, mean, deviation) in DRAWS.items():
         for found in (first[name], second[name]):
             torch.testing.assert_close(
-                found, torch.tensor([mean, deviation]) * 1.0, rtol=0.12, atol=0
+                # Of 2,000 draws a deviation varies by 3 % (exponential): almost four times that.
+                found,
+                torch.tensor([mean, deviation]) * 1.0,
+                rtol=0.12,
+                atol=0,
             )
         assert not torch.equal(first[name], second[name])
