@@ -12,7 +12,6 @@ from torch import nn
 
 import tpuport
 from tpuport.compat.emulated.programs import PortWarning, programs
-from tpuport.foundation.errors import PortError
 
 SINK: list = []
 
@@ -33,14 +32,6 @@ def test_a_collected_loss_holds_nothing_of_its_program_after_backward():
         assert len(set(alive[1:])) == 1
         with pytest.raises(RuntimeError, match="backward through the graph a second time"):
             loss.backward()
-
-
-def test_a_third_derivative_is_refused():
-    with tpuport.porting():
-        net, x = built(), torch.ones(2, 4, device="cuda", requires_grad=True)
-        first = torch.autograd.grad(net(x).sum(), x, create_graph=True)[0]
-        with pytest.raises(PortError, match="a third derivative through a program"):
-            torch.autograd.grad(first.pow(2).sum(), x, create_graph=True)
 
 
 def test_modes_that_come_back_take_the_programs_they_had():

@@ -191,41 +191,63 @@ def _pull(pull: Any, cotangents: list[Any]) -> Any:
     return pull([ad.Zero(a) if isinstance(c, _NoCotangent) else c for c, a in pairs])
 
 
-class _SecondOrder:
-    """The derivative of a program's backward pass, which runs the program once more."""
+def _backward(compiled: CachedProgram, wanted: Wanted, given: Any, inputs: list[Any]) -> list[Any]:
+    """Run a program and its backward pass, as a function of its primals and cotangents."""
+    (state, key, values), (names, indices) = given, wanted
+    primals, cotangents = _parted(inputs, len(names) + len(indices))
+    part, merged = dict(zip(names, primals, strict=False)), list(values)
+    for index, value in zip(indices, primals[len(names) :], strict=True):
+        merged[index] = value
+    state = tuple(map(part.get, compiled.names, state))
+    _, pull, *_ = compiled.run(state, key, merged)
+    return pull(cotangents)[0]
 
-    def __init__(self, compiled: CachedProgram, wanted: Wanted) -> None:
-        self._compiled, (self._names, self._indices) = compiled, wanted
-        self._jitted = jax.jit(self._twice)
-        self._paths: list[Path] | None = None
 
-    def _back(self, given: Any, primals: list[Any], cotangents: list[Any]) -> list[Any]:
-        state, key, values = given
-        part, merged = dict(zip(self._names, primals, strict=False)), list(values)
-        for index, value in zip(self._indices, primals[len(self._names) :], strict=True):
-            merged[index] = value
-        state = tuple(map(part.get, self._compiled.names, state))
-        _, pull, *_ = self._compiled.run(state, key, merged)
-        return pull(cotangents)[0]
+class _Derivative:
+    """The pullback of a function of arrays, which is such a function itself, and so on.
 
-    def _twice(self, given: Any, primals: Any, cotangents: Any, seconds: Any) -> list[jax.Array]:
-        back = functools.partial(self._back, given)
-        found = jax.vjp(back, primals, cotangents)[1](seconds)
-        return [*found[0], *found[1]]
+    Attributes:
+        paths: the inputs that each result of the function depends on, once it was pulled back.
+    """
+
+    def __init__(self, function: Callable[[Any, list[Any]], list[Any]]) -> None:
+        """Take a function of what is not differentiated and of arrays, to arrays."""
+        self._function = function
+        self._jitted = jax.jit(self._pulled)
+        self.paths: list[Path] | None = None
+
+    @functools.cached_property
+    def next(self) -> "_Derivative":
+        """Return the pullback of this pullback, of the inputs and cotangents in one list."""
+        return _Derivative(lambda given, both: self._pulled(given, *_parted(both, self._count)))
+
+    def _pulled(self, given: Any, inputs: list[Any], cotangents: list[Any]) -> list[jax.Array]:
+        return jax.vjp(functools.partial(self._function, given), inputs)[1](cotangents)[0]
 
     def __call__(
-        self, given: Any, primals: Any, cotangents: Any, seconds: Sequence[torch.Tensor | None]
+        self, given: Any, inputs: list[Any], cotangents: Sequence[torch.Tensor | None]
     ) -> tuple[list[jax.Array], list[bool]]:
-        """Return the cotangents of primals and cotangents, and which of them exist."""
-        if self._paths is None:
-            back = functools.partial(self._back, given)
-            self._paths = Paths().of(jax.make_jaxpr(back)(primals, cotangents).jaxpr)
-        used = [p.may for p, s in zip(self._paths, seconds, strict=True) if s is not None]
-        bits = functools.reduce(int.__or__, used, 0)
-        pairs = zip(primals, seconds, strict=True)
-        full = [jnp.zeros_like(p) if s is None else backend.to_jax(s) for p, s in pairs]
-        found = self._jitted(given, primals, cotangents, full)
+        """Return the cotangents of the inputs, and which of them exist."""
+        if self.paths is None:
+            function = functools.partial(self._function, given)
+            self.paths = Paths().of(jax.make_jaxpr(function)(inputs).jaxpr)
+            self._count = len(inputs)
+        pairs = list(zip(self.paths, cotangents, strict=True))
+        bits = functools.reduce(int.__or__, (p.may for p, c in pairs if c is not None), 0)
+        # The results of a backward pass are like the first of its inputs.
+        full = _full(inputs[: len(cotangents)], cotangents)
+        found = self._jitted(given, inputs, full)
         return found, [bool(bits >> i & 1) for i in range(len(found))]
+
+
+def _parted(both: list[Any], count: int) -> tuple[list[Any], list[Any]]:
+    return both[:count], both[count:]
+
+
+def _full(like: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
+    """Return tensors as arrays, zeros for the missing ones."""
+    pairs = zip(like, tensors, strict=True)
+    return [jnp.zeros_like(a) if t is None else backend.to_jax(t) for a, t in pairs]
 
 
 @dataclass
@@ -280,12 +302,12 @@ class DifferentiatedCall:
         """Run backward: map cotangents of the outputs to those of the state and the arguments."""
         return _pull(self.pull, self._cotangents(gradients, _NoCotangent))[0]
 
-    def pulled_back_twice(
-        self, gradients: Sequence[torch.Tensor | None], seconds: Sequence[torch.Tensor | None]
-    ) -> tuple[list[jax.Array], list[bool]]:
-        """Map cotangents of `pulled_back`'s results to those of state, arguments and cotangents.
+    def second_order(
+        self, gradients: Sequence[torch.Tensor | None]
+    ) -> tuple[_Derivative, Any, list[Any]]:
+        """Return the pullback of `pulled_back`, which runs the program once more, and its inputs.
 
-        Return them with which of them torch would have.
+        These are what is not differentiated, and the primals with the cotangents of the outputs.
         """
         prepared, (names, indices) = self.prepared, self.wanted
         derived = prepared.compiled.run.derived
@@ -293,9 +315,10 @@ class DifferentiatedCall:
         primals += [prepared.given.values[index] for index in indices]
         twice = derived.get(self.wanted)
         if twice is None:
-            twice = derived[self.wanted] = _SecondOrder(prepared.compiled, self.wanted)
+            back = functools.partial(_backward, prepared.compiled, self.wanted)
+            twice = derived[self.wanted] = _Derivative(back)
         given = (prepared.picked, prepared.key, prepared.given.values)
-        return twice(given, primals, self._cotangents(gradients, jnp.zeros), seconds)
+        return twice, given, [*primals, *self._cotangents(gradients, jnp.zeros)]
 
     def unwritten(self) -> list[torch.Tensor]:
         """Return what torch would save, without arguments that the call itself writes to."""
@@ -447,24 +470,56 @@ class _Back(torch.autograd.Function):
         ctx.like = [None if t is None else t.dtype for t in given]
         made = _back(call, given[count:], ctx.like[:count], needed)
         kept: Any = torch.empty(0)
-        kept._tpuport_kept = (call, given[count:])
+        kept._tpuport_kept = (call, given)
         ctx.save_for_backward(kept)
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of those gradients."""
-        if torch.is_grad_enabled():
-            raise PortError(
-                "a third derivative through a program was asked for",
-                code="TPU406",
-                remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
-            )
         (kept,) = ctx.saved_tensors
-        call, gradients = kept._tpuport_kept
-        found, reached = call.pulled_back_twice(gradients, seconds)
-        needed = [a and b for a, b in zip(ctx.needs_input_grad[2:], reached, strict=True)]
-        return (None, None, *_given(found, ctx.like, needed))
+        call, tensors = kept._tpuport_kept
+        order = call.second_order(tensors[len(seconds) :])
+        return (None, None, *_pulled_on(ctx, order, tensors, seconds))
+
+
+class _Higher(torch.autograd.Function):
+    """The node of a pullback that is differentiated in turn: a third derivative, and so on."""
+
+    @staticmethod
+    def forward(ctx: Any, order: Any, *given: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients; `given` are the tensors of the inputs, then the cotangents."""
+        derivative, constants, inputs = order
+        count = len(inputs)
+        ctx.set_materialize_grads(False)
+        ctx.like = [None if t is None else t.dtype for t in given]
+        found, reached = derivative(constants, inputs, given[count:])
+        both = [*inputs, *_full(inputs[: len(given) - count], given[count:])]
+        kept: Any = torch.empty(0)
+        kept._tpuport_kept = ((derivative.next, constants, both), given)
+        ctx.save_for_backward(kept)
+        wanted = [a and t is not None for a, t in zip(reached, given[:count], strict=True)]
+        return tuple(_given(found, ctx.like[:count], wanted))
+
+    @staticmethod
+    def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of those gradients."""
+        (kept,) = ctx.saved_tensors
+        return (None, *_pulled_on(ctx, *kept._tpuport_kept, seconds))
+
+
+def _pulled_on(
+    ctx: Any, order: Any, tensors: Sequence[torch.Tensor | None], seconds: Sequence[Any]
+) -> list[torch.Tensor | None]:
+    """Pull cotangents back once more, by a node of the graph if that is to be differentiated."""
+    needed = ctx.needs_input_grad[-len(tensors) :]
+    if torch.is_grad_enabled():
+        with without_saved_tensors_hooks():
+            made = _Higher.apply(order, *tensors, *seconds)
+        return [one if wanted else None for one, wanted in zip(made, needed, strict=True)]
+    derivative, constants, inputs = order
+    found, reached = derivative(constants, inputs, seconds)
+    return _given(found, ctx.like, [a and b for a, b in zip(needed, reached, strict=True)])
 
 
 def gradients(totals: list[torch.Tensor], of: list[torch.Tensor], **options: Any) -> Sequence[Any]:
