@@ -16,10 +16,8 @@ def double(x):
     return x * 2
 
 
-def test_a_module_compiles_to_itself():
+def test_a_module_is_compiled_in_place_or_by_torchscript_to_itself():
     model = torch.nn.Linear(2, 2)
-    assert torch.compile(model) is model
-    assert torch.compile(model, mode="max-autotune", dynamic=False, fullgraph=True) is model
     model.compile(mode="reduce-overhead")
     assert model._compiled_call_impl is None
     assert torch.jit.script(model) is model
@@ -56,6 +54,9 @@ def test_dynamo_is_off_where_it_was_imported():
     assert torch._dynamo.optimize("inductor")(double) is double
     assert torch._dynamo.disable(double) is double
     torch._dynamo.mark_dynamic(torch.ones(2), 0)
+    model = torch.compile(torch.nn.Linear(2, 2))
+    assert isinstance(model, torch._dynamo.OptimizedModule)
+    assert isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def test_afterwards_what_was_imported_compiles_again():

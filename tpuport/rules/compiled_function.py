@@ -33,7 +33,8 @@ class CompiledFunction(Rule):
 
     ## Fix safety
     The function is the same; its compiled form may round differently, within 1e-5 in float32.
-    There is no fix where the file looks for `_orig_mod`, the wrapped module of `torch.compile`.
+    There is no fix where the file looks for `_orig_mod`, the wrapped module of `torch.compile`, or
+    for a state dict, if a call may wrap a module: the keys would lose the prefix `_orig_mod.`.
 
     ## References
     https://pytorch.org/docs/stable/generated/torch.compile.html
@@ -106,6 +107,24 @@ class CompiledFunction(Rule):
             import torch
 
 
+            model = torch.compile(torch.nn.Sigmoid(), fullgraph=True)
+
+
+            def save(path):
+                torch.save(model.state_dict(), path)
+
+
+            def forward(x: torch.Tensor):
+                return model(x)
+            """,
+            left="the prefix `_orig_mod.`",
+            jit_error="RuntimeError",
+        ),
+        Example(
+            before="""
+            import torch
+
+
             def forward(x: torch.Tensor):
                 return torch.jit.trace(lambda y: y.sin(), x)(x)
             """,
@@ -158,7 +177,23 @@ class CompiledFunction(Rule):
             raise NotFixable("the file looks for the wrapped module")
         if is_guarded(node, context.module, ASKS):
             raise NotFixable("a test chooses whether to compile")
+        if "state_dict" in context.module.text.text and not _wraps_function(node, context):
+            raise NotFixable("keys of a state dict would lose the prefix `_orig_mod.` of a module")
         return _without_wrapper(node, context)
+
+
+def _wraps_function(wrapper: ast.expr, context: Context) -> bool:
+    """Return whether what is wrapped is a function: below a decorator, of torch or of the file."""
+    call = context.module.parents[wrapper]
+    if _is_decorator(wrapper, context) or _is_decorator(call, context):
+        return True
+    wrapped = call.args[0] if isinstance(call, ast.Call) and call.args else None
+    if isinstance(wrapped, ast.Lambda):
+        return True
+    if isinstance(wrapped, ast.Attribute) and wrapped.attr == "forward":
+        return True
+    name = None if wrapped is None else context.name(wrapped)
+    return name is not None and name.startswith("torch.")
 
 
 def _is_candidate(node: ast.Attribute | ast.Name, context: Context) -> bool:
@@ -216,7 +251,7 @@ def _has_true(call: ast.AST, name: str) -> bool:
     )
 
 
-def _is_decorator(node: ast.expr, context: Context) -> bool:
+def _is_decorator(node: ast.AST, context: Context) -> bool:
     """Return whether an expression is a decorator."""
     return node in getattr(context.module.parents[node], "decorator_list", [])
 

@@ -6,12 +6,14 @@ import torch
 
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.shims._inside import functions
+from tpuport.compat.shims.compiled_module import OptimizedModule
 from tpuport.foundation.patching.shim import Replacement, Shim
 
 
 def _compile(model: Any = None, **kwargs: Any) -> Any:
-    del kwargs
-    return (lambda function: function) if model is None else model
+    if model is None:
+        return lambda function: _compile(function, **kwargs)
+    return OptimizedModule(model) if isinstance(model, torch.nn.Module) else model
 
 
 _SCRIPT = torch.jit.script
@@ -52,7 +54,7 @@ def _script_later(function: Any) -> Any:
 
 
 class Compiling(Shim):
-    """Identities: `torch.compile(model)` is the model itself.
+    """Identities: a compiled function is the function itself, and a module calls the one it holds.
 
     Code compiled by inductor or TorchScript computes the same, and a ported program is
     compiled by XLA anyway.
@@ -60,7 +62,7 @@ class Compiling(Shim):
 
     TARGET = "torch.compile"
     REASON = "compiled code hides the functions that are ported, and wants a GPU's compiler"
-    REFERENCE = "the function itself"
+    REFERENCE = "the function or module itself"
 
     def replacements(self) -> list[Replacement]:
         compiler = {
@@ -107,4 +109,8 @@ class Dynamo(Shim):
             "mark_static": lambda t, index=None: None,
             "mark_static_address": lambda t, guard=True: None,
         }
-        return functions(dynamo, table)
+        named = (dynamo, dynamo.eval_frame)
+        return [
+            *functions(dynamo, table),
+            *(Replacement(one, "OptimizedModule", OptimizedModule) for one in named),
+        ]

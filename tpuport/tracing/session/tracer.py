@@ -218,7 +218,11 @@ class Tracer:
 
     def outside(self, method: str) -> GlobalState:
         """Return what a method's code reads outside of the module."""
-        roots = [one for one in (self.master, self.function, self.functions.get(method)) if one]
+        roots = [
+            one
+            for one in (self.master, self.function, self.functions.get(method))
+            if one is not None
+        ]
         target = self.function if self.master is None else self.master
         name = getattr(target, "__name__", type(target).__name__)
         return GlobalState(CodeReads(roots, ("forward", method)), name)
