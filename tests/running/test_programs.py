@@ -322,6 +322,34 @@ def test_layers_of_a_class_that_is_refused_are_not_all_tried():
     close(got, again)
 
 
+class Matching(nn.Module):
+    """A loss as detectors have it: class weights in a buffer, and a matching on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("weight", torch.tensor([1.0, 0.5]))
+
+    def forward(self, logits, wanted):
+        cost = (logits[:, :1] - wanted.float()).abs().detach().cpu().numpy()
+        order = torch.as_tensor(cost.argmin(0), device=logits.device)
+        return torch.nn.functional.cross_entropy(logits[order], wanted, self.weight)
+
+
+def test_a_loss_without_parameters_that_is_no_program_runs_as_other_code_does():
+    def step(device):
+        net, loss_of = built(lambda: nn.Linear(4, 2), device), Matching().to(device)
+        found = [loss_of(net(batch(device)[:, :4]), torch.arange(2, device=device))]
+        found[0].backward()
+        return [one.detach().cpu() for one in (*found, net.weight.grad)]
+
+    expected = step("cpu")
+    text = r"Matching is not one program, and runs in eager PyTorch: .*"
+    with tpuport.porting(), pytest.warns(PortWarning, match=text):
+        got = step("cuda")
+    for want, have in zip(expected, got, strict=True):
+        close(want, have)
+
+
 def test_nothing_inside_to_fall_back_on_is_an_error():
     class Leaf(nn.Linear):
         def forward(self, x):

@@ -505,7 +505,8 @@ class _Higher(torch.autograd.Function):
     def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of those gradients."""
         (kept,) = ctx.saved_tensors
-        return (None, *_pulled_on(ctx, *kept._tpuport_kept, seconds))
+        order, tensors = kept._tpuport_kept
+        return (None, *_pulled_on(ctx, order, tensors, seconds))
 
 
 def _pulled_on(

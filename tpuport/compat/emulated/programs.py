@@ -101,7 +101,7 @@ def call(
     """Call a method as a program; if it cannot be one, run it eagerly, its submodules as programs.
 
     Raises:
-        PortError: it cannot be a program, and nothing inside it could.
+        PortError: it has parameters, cannot be a program, and nothing inside it could.
     """
     settings = active()
     assert settings is not None
@@ -112,8 +112,7 @@ def call(
             return original(module, *args, **kwargs)
         return _run(module, method, args, kwargs, settings)
     except PortError as error:
-        is_whole = not _has_parts(module) and not _has_hooks(module)
-        if is_whole or isinstance(error, ParityError):
+        if _is_refused(module) or isinstance(error, ParityError):
             _name_the_option(error, module)
             trim(error)
             raise
@@ -200,6 +199,15 @@ def _has_parts(module: torch.nn.Module) -> bool:
     return any(_is_on_accelerator(child) for child in module.children())
 
 
+def _is_refused(module: torch.nn.Module) -> bool:
+    """Return whether a module that is no program is an error: it computes with parameters alone.
+
+    A loss or a matcher that has buffers only runs as other code of the script does.
+    """
+    has_parameters = next(torch.nn.Module.parameters(module), None) is not None
+    return has_parameters and not _has_parts(module) and not _has_hooks(module)
+
+
 def _has_hooks(module: torch.nn.Module) -> bool:
     """Return whether a call runs hooks, whose code the class does not know."""
     held = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
@@ -221,9 +229,8 @@ def _say_descended(
     name = type(module).__name__
     what = name if method == "forward" else f"{name}.{method}"
     settings.report.descended.append(Descended(what, str(error)))
-    warnings.warn(
-        f"{what} is not one program, its submodules are: {error}", PortWarning, stacklevel=4
-    )
+    inside = "its submodules are" if _has_parts(module) else "and runs in eager PyTorch"
+    warnings.warn(f"{what} is not one program, {inside}: {error}", PortWarning, stacklevel=4)
 
 
 def program_methods(settings: PortingSettings, cls: type) -> list[str]:
