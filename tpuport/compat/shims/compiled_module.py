@@ -43,7 +43,7 @@ class OptimizedModule(torch.nn.Module):
         return self._orig_mod.training
 
     @training.setter
-    def training(self, value: bool) -> None:
+    def training(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         # The constructor of Module sets a first value, which is none of the held module.
         if self._is_ready:
             self._orig_mod.training = value
