@@ -34,7 +34,6 @@ def test_a_function_compiles_to_itself_in_every_form():
     assert torch.jit.script(double) is double
     assert torch.jit.trace(double, (torch.ones(1),), check_trace=False) is double
     assert torch.jit.ignore(double) is double
-    assert torch.jit.ignore(drop=True)(double) is double
     assert torch.jit.unused(double) is double
     assert not torch.compiler.is_compiling()
 
@@ -46,6 +45,15 @@ def test_a_compiled_function_keeps_its_line():
 
     with pytest.raises(KeyError, match="here"):
         fails("here")
+
+
+def test_functions_of_torch_that_scripts_ignore_are_marked():
+    # torch.distributed.optim scripts classes at its first import, which may be in a context.
+    @torch.jit.ignore
+    def warns():
+        pass
+
+    assert torch._jit_internal.is_ignored_fn(warns)
 
 
 def test_dynamo_is_off_where_it_was_imported():

@@ -43,9 +43,6 @@ _JIT = {
     "trace": _traced,
     "freeze": _script,
     "optimize_for_inference": _script,
-    "ignore": lambda drop=False, **kwargs: drop if callable(drop) else _script_later,
-    "unused": lambda fn: fn,
-    "export": lambda fn: fn,
 }
 
 
