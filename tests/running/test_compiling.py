@@ -1,5 +1,8 @@
 """`torch.compile` and TorchScript inside a porting context: the function itself."""
 
+import importlib.util
+import sys
+
 import pytest
 import torch
 
@@ -47,13 +50,31 @@ def test_a_compiled_function_keeps_its_line():
         fails("here")
 
 
-def test_functions_of_torch_that_scripts_ignore_are_marked():
-    # torch.distributed.optim scripts classes at its first import, which may be in a context.
-    @torch.jit.ignore
-    def warns():
-        pass
+SCRIPTED = """
+import torch
 
-    assert torch._jit_internal.is_ignored_fn(warns)
+@torch.jit.ignore
+def warns(level: int = 0) -> None:
+    del level
+
+@torch.jit.script
+class Scripted:
+    def __init__(self, size: int):
+        warns(2)
+        self.size = size
+"""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_classes_of_torch_are_scripted_with_the_names_around_them(tmp_path, monkeypatch):
+    # As torch.distributed.optim scripts its classes, at a first import that may be in a context.
+    path = tmp_path / "scripted.py"
+    path.write_text(SCRIPTED)
+    spec = importlib.util.spec_from_file_location("torch.scripted", path)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "torch.scripted", module)
+    spec.loader.exec_module(module)
+    assert module.Scripted(3).size == 3
 
 
 def test_dynamo_is_off_where_it_was_imported():

@@ -19,11 +19,12 @@ def _compile(model: Any = None, **kwargs: Any) -> Any:
 _SCRIPT = torch.jit.script
 
 
-def _script(obj: Any, *args: Any, **kwargs: Any) -> Any:
+def _script(obj: Any, optimize: Any = None, _frames_up: int = 0, **kwargs: Any) -> Any:
     # Torch itself needs what it scripts: its forward-mode derivatives take its graph.
     home = str(getattr(obj, "__module__", None)).partition(".")[0]
     if home == "torch" and not isinstance(obj, torch.nn.Module):
-        return _SCRIPT(obj, *args, **kwargs)
+        # Names in a class are looked up in the frame of the caller: two functions are between.
+        return _SCRIPT(obj, optimize, _frames_up + 2, **kwargs)
     return obj
 
 
