@@ -101,7 +101,7 @@ def distance(want: Any, have: Any) -> float:
     return float((apart / scale).nan_to_num(nan=float("inf")).max()) if a.numel() else 0.0
 
 
-class _Shaken(torch.overrides.TorchFunctionMode):
+class Shaken(torch.overrides.TorchFunctionMode):
     """Changes the result of each product by a rounding error."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ def verdict(source: str, folder: Path) -> tuple[str, str]:
     ):
         apart = distance(want, have)
         if apart > tolerance:
-            with _Shaken():
+            with Shaken():
                 shaken, _ = run(source, "cpu", path)
             effect = max(
                 distance(e[1], s[1]) for e, s in zip(expected, shaken[: index + 1], strict=False)

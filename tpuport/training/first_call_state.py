@@ -2,18 +2,22 @@
 
 A step is one program, so Python state that a call changes has no place in it. State that is set up
 once, such as Hugging Face's hooks for hidden states, does not change the program of later calls.
-In that case the step is traced with the model as its first call leaves it.
+In that case the step is traced with the model as its first call leaves it. A tensor that each call
+leaves in an attribute and none reads (a loss, a map of attention) is left out of the step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import torch
 
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.pure import traced
 from tpuport.tracing.scan_layers.jaxpr_equal import same_program
+from tpuport.tracing.state.module_state import PythonChanges
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 
 Result = TypeVar("Result")
@@ -38,7 +42,7 @@ def settle(
     given: dict[str, Any],
     key: Any,
     values: list[Any],
-) -> None:
+) -> frozenset[str]:
     """Apply a first call's Python state, if a second call traces the same program.
 
     The second call must change no Python state.
@@ -51,31 +55,54 @@ def settle(
         key: random key, or its shape.
         values: the arguments, or their shapes.
 
+    Returns:
+        The names of tensors that the call leaves in attributes, if a later one does not read them.
+
     Raises:
         Settled: the state was applied; trace again.
     """
     changes = outcome.python_changes
     if changes is None:
-        return
+        return frozenset()
     if changes.gone or changes.host_state or changes.replacement is not None:
-        return
+        return frozenset()
+    left = {name: value for name, value in outcome.state.items() if name not in given}
     inputs = jax.tree.map(
         lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), (given, key, values)
     )
     held: list[TraceResult] = []
 
-    def once_more(model: PortedModel) -> Any:
+    def once_more(model: PortedModel, more: Collection[str] = ()) -> Any:
         # Defined anew for each call: jax caches the jaxpr of a function object that it has seen.
         def pure(given: dict[str, Any], key: Any, values: list[Any]) -> Any:
-            held.append(traced(model, request(key, values), given))
+            with jax.ensure_compile_time_eval():
+                before = {name: jnp.zeros(left[name].shape, left[name].dtype) for name in more}
+            held.append(traced(model, request(key, values), {**given, **before}))
             return held[-1].out_leaves, held[-1].state
 
         return jax.make_jaxpr(pure)(*inputs)
 
     first = once_more(ported)
     module = changes.apply(clone_module(ported._module, lambda tensor: tensor)[0])
+    if left:
+        if not left.keys() >= set(changes.causes):
+            return frozenset()
+        _put_zeros(module, changes, outcome)
+        second = once_more(ported._copy(ported.params, ported.buffers, master=module), left)
+        is_same = held[-1].python_changes is None and same_program(first, second)
+        return frozenset(left if is_same else ())
     second = once_more(ported._copy(ported.params, ported.buffers, master=module))
     if held[-1].python_changes is None and same_program(first, second):
         ported._replace_module(module)
         ported._new_version()
         raise Settled
+    return frozenset()
+
+
+def _put_zeros(module: Any, changes: PythonChanges, outcome: TraceResult) -> None:
+    """Give a module tensors for the placeholders that a call left in its attributes."""
+    for name in changes.names:
+        fqn, attribute = changes.owners[name]
+        meta = outcome.state_metas[name]
+        zeros = torch.zeros(meta.shape, dtype=meta.dtype)
+        module.get_submodule(fqn).__dict__[attribute] = zeros

@@ -201,10 +201,9 @@ def measured(
         )
 
     outcome = traced(training.ported, request(key, values), given)
-    if outcome.python_changes is not None:
-        settle(training.ported, outcome, request, given, key, values)
+    left = settle(training.ported, outcome, request, given, key, values)
     batch.outcomes.append(outcome)
-    changed = _changed_buffers(outcome, buffers, params, frozen)
+    changed = _changed_buffers(outcome, buffers, params, frozen, left)
     leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
     out = pytree.unflatten(outcome.out_spec, leaves)
     loss, metrics = loss_and_metrics(out if training.loss is None else training.loss(out))
@@ -269,17 +268,18 @@ def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
 
 
 def _changed_buffers(
-    outcome: TraceResult, buffers: Any, params: Any, frozen: Any
+    outcome: TraceResult, buffers: Any, params: Any, frozen: Any, left: frozenset[str]
 ) -> dict[str, jax.Array]:
-    """Return the buffers that a call changed.
+    """Return the buffers that a call changed, without the tensors that it only `left` behind.
 
     Raises:
         UsageError: the call changes state that a step does not carry.
     """
-    changed = {n: v for n, v in outcome.state.items() if n not in params and n not in frozen}
+    kept = {n: v for n, v in outcome.state.items() if n not in left}
+    changed = {n: v for n, v in kept.items() if n not in params and n not in frozen}
     new = [name for name in changed if name not in buffers]
     if outcome.python_changes:
-        new += [name for name in outcome.python_changes.causes if name not in new]
+        new += [n for n in outcome.python_changes.causes if n not in new and n not in left]
     written = [name for name in outcome.state if name in params or name in frozen]
     if new or written:
         what = ", ".join(map(repr, (new or written)[:4]))

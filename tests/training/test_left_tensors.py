@@ -1,0 +1,62 @@
+"""Training of models that leave tensors in attributes: a loss that balances, a map to look at."""
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.foundation.errors import UsageError
+from tpuport.training import from_torch, make_train_step
+
+
+class Balanced(nn.Module):
+    def __init__(self, reads=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.norm, self.reads = nn.Linear(4, 4), nn.BatchNorm1d(4), reads
+        self.balance = self.last = None
+
+    def forward(self, x):
+        weights = torch.softmax(self.gate(x), -1)
+        if self.reads and self.last is not None:
+            weights = weights + self.last
+        self.balance = weights.mean(0).square().sum()
+        self.weights, self.last = weights.detach(), weights.detach()
+        return self.norm(weights) * x
+
+
+def loss(model, x):
+    return model(x).square().mean() + model.balance
+
+
+def batches():
+    return [torch.sin(torch.arange(16.0) + i).view(4, 4) for i in range(3)]
+
+
+def trained(model, accumulate):
+    ported = tpuport.convert(model)
+    optimizer = from_torch(ported, torch.optim.SGD(model.parameters(), 0.1), steps=3)
+    step = make_train_step(ported, loss, optimizer, accumulate=accumulate)
+    state = step.init()
+    for x in batches():
+        state, _ = step(state, x)
+    return step.load_state(state).to_torch()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_tensor_that_no_call_reads_is_left_out_of_the_step(accumulate):
+    found, want = trained(Balanced(), accumulate), Balanced()
+    optimizer = torch.optim.SGD(want.parameters(), 0.1)
+    for x in batches():
+        optimizer.zero_grad()
+        for part in x.chunk(accumulate):
+            (loss(want, part) / accumulate).backward()
+        optimizer.step()
+    for name, value in want.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+    assert found.balance is None
+
+
+def test_a_tensor_that_the_next_call_reads_is_named():
+    with pytest.raises(UsageError, match=r"the loss function changes 'balance', 'last', 'weights'"):
+        trained(Balanced(reads=True), 1)
