@@ -38,6 +38,11 @@ def _disable(fn: Any = None, recursive: bool = True, **kwargs: Any) -> Any:
     return (lambda function: function) if fn is None else fn
 
 
+def _never() -> bool:
+    # TorchScript compiles the source of this, where torch itself scripts what asks.
+    return False
+
+
 _JIT = {
     "script": _script,
     "script_if_tracing": _script,
@@ -65,8 +70,8 @@ class Compiling(Shim):
     def replacements(self) -> list[Replacement]:
         compiler = {
             "disable": _disable,
-            "is_compiling": lambda: False,
-            "is_dynamo_compiling": lambda: False,
+            "is_compiling": _never,
+            "is_dynamo_compiling": _never,
             "reset": lambda: None,
             "cudagraph_mark_step_begin": lambda: None,
         }
