@@ -128,6 +128,30 @@ def test_rates_are_those_of_the_schedule(schedule: Callable[[Any], Any]):
     check(OPTIMIZERS["adamw in groups"], schedule)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["adamw in groups", "amsgrad", "adamax", "nadam", "dampening", "nesterov", "rmsprop, centered"],
+)
+def test_momentum_that_a_schedule_changes_is_followed(name: str):
+    check(OPTIMIZERS[name], lambda o: schedules.OneCycleLR(o, 0.02, total_steps=STEPS + 1))
+
+
+class Decaying:
+    """Changes the decay of weights, as DINO's loop does, and momentum from zero."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.number = optimizer, 0
+
+    def step(self) -> None:
+        self.number += 1
+        for group in self.optimizer.param_groups:
+            group["weight_decay"], group["momentum"] = 0.1 * self.number, 0.1 * self.number
+
+
+def test_options_that_a_schedule_changes_are_followed():
+    check(lambda m: torch.optim.SGD(m.parameters(), 0.1), Decaying)
+
+
 def test_the_users_own_schedule_stays_where_it_was():
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), 1.0)
@@ -186,11 +210,6 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         lambda m: torch.optim.SGD(m.parameters(), 0.1),
         schedules.ReduceLROnPlateau,
         "ReduceLROnPlateau depends on a metric",
-    ),
-    "momentum": (
-        lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.9),
-        lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
-        r"OneCycleLR changes more than the learning rate.*cycle_momentum=False",
     ),
 }
 

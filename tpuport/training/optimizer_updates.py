@@ -53,8 +53,10 @@ def by_parameter(slots: dict[str, float], step: _Update) -> optax.GradientTransf
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _rest(beta: float, t: jax.Array) -> jax.Array:
+def _rest(beta: float | jax.Array, t: jax.Array) -> jax.Array:
     """Return 1 - beta^t, also where that is small beside one."""
+    if isinstance(beta, jax.Array):
+        return -jnp.expm1(t * jnp.log(beta))
     return -jnp.expm1(t * math.log(beta)) if beta > 0 else jnp.ones_like(t)
 
 

@@ -21,7 +21,8 @@ from tpuport.training import optimizer_updates as updates
 _NOWHERE = "in no group"
 # Options that change no update, or that are handled elsewhere.
 _NO_EFFECT = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
-_STATIC = ("betas", "momentum", "weight_decay", "eps", "alpha")
+# Options, beside the rate, that a schedule may change.
+_VARYING = ("betas", "momentum", "weight_decay", "eps", "alpha")
 
 
 def from_torch(
@@ -41,9 +42,10 @@ def from_torch(
         ported: made by `tpuport.convert` of the module whose parameters the optimizer has.
         optimizer: AdamW, Adam, Adamax, NAdam, Adagrad, Adadelta, SGD or RMSprop, before its first
             step.
-        scheduler: a torch scheduler, or any whose `step()` sets learning rates by the number of
-            the step. Its rates are read by running a copy of it, so each is torch's, in float32.
-        steps: the number of steps to read rates for; then the last rate stays. Needed with a
+        scheduler: a torch scheduler, or any whose `step()` sets learning rates, momentum or other
+            options by the number of the step. They are read by running a copy of it, so each is
+            torch's, in float32.
+        steps: the number of steps to read them for; then the last ones stay. Needed with a
             scheduler.
 
     Raises:
@@ -57,14 +59,14 @@ def from_torch(
             f"the {type(optimizer).__name__} has taken steps already. What to do: make it anew, and"
             " load its state into the training state"
         )
-    rates = _rates(optimizer, scheduler, steps)
+    read = _read(optimizer, scheduler, steps)
     group_of = _groups_of(ported, optimizer)
     name = type(optimizer).__name__
     transforms: dict[Any, Any] = {_NOWHERE: optax.set_to_zero()}
-    for index, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True)):
+    for index, (group, varying) in enumerate(zip(optimizer.param_groups, read, strict=True)):
         # A scheduler adds entries of its own to a group, such as initial_lr.
         options = {name: group[name] for name in optimizer.defaults}
-        transforms[str(index)] = _transform(type(optimizer).__name__, kind, options, rate)
+        transforms[str(index)] = _transform(type(optimizer).__name__, kind, options, varying)
     # A function of the params, as they may be stacked later, also by `tpuport.compile_for`.
     return optax.partition(
         transforms, lambda params: {n: _label(n, group_of, name) for n in params}
@@ -75,7 +77,7 @@ def tabulated(values: np.ndarray) -> Callable[[Any], jax.Array]:
     """Return a schedule of given values by step; after them the last value stays.
 
     Args:
-        values: the values, of shape (steps,), at least one.
+        values: the values, of shape (steps,) or (steps, n), at least one.
     """
     table = jnp.asarray(values, jnp.float32)
     return lambda step: table[jnp.minimum(step, len(table) - 1)]
@@ -101,7 +103,7 @@ def _kind(cls: type) -> _Kind:
 
 
 def _transform(
-    name: str, kind: _Kind, group: dict[str, Any], rate: Any
+    name: str, kind: _Kind, group: dict[str, Any], varying: dict[str, np.ndarray]
 ) -> optax.GradientTransformation:
     unknown = {
         option: value
@@ -114,11 +116,37 @@ def _transform(
             f"{name}({what}) is not what optax's does. What to do: leave it out, or pass"
             " make_train_step one of optax's"
         )
-    made = kind.make(group)
+    rate = tabulated(varying["lr"]) if "lr" in varying else float(group["lr"])
+    options = {option: values for option, values in varying.items() if option != "lr"}
+    made = _by_step(kind.make, group, options) if options else kind.make(group)
     if group.get("maximize"):
         made = optax.chain(optax.scale(-1.0), made)
     # A schedule counts all steps, also those without a gradient.
     return optax.chain(_skipping(made), optax.scale_by_learning_rate(rate))
+
+
+def _by_step(
+    make: Callable[[dict[str, Any]], optax.GradientTransformation],
+    group: dict[str, Any],
+    varying: dict[str, np.ndarray],
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation whose options depend on the number of the step."""
+    tables = {option: tabulated(values) for option, values in varying.items()}
+
+    def at(count: jax.Array) -> optax.GradientTransformationExtraArgs:
+        now = {option: table(count) for option, table in tables.items()}
+        return optax.with_extra_args_support(make({**group, **now}))
+
+    def init(params: Any) -> tuple[jax.Array, Any]:
+        count = jnp.zeros((), jnp.int32)
+        return count, at(count).init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        count, inner = state
+        out, inner = at(count).update(updates, inner, params, **extra)
+        return out, (count + 1, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _skipping(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -222,9 +250,9 @@ def _nadam(group: dict[str, Any]) -> optax.GradientTransformation:
 
 def _sgd(group: dict[str, Any]) -> optax.GradientTransformation:
     parts = [optax.add_decayed_weights(group["weight_decay"])]
-    if group["momentum"] and group["dampening"]:
+    if _is_used(group["momentum"]) and group["dampening"]:
         parts.append(updates.dampened(group["momentum"], group["dampening"]))
-    elif group["momentum"]:
+    elif _is_used(group["momentum"]):
         parts.append(optax.trace(group["momentum"], nesterov=group["nesterov"]))
     return optax.chain(*parts)
 
@@ -235,9 +263,14 @@ def _rmsprop(group: dict[str, Any]) -> optax.GradientTransformation:
         optax.add_decayed_weights(group["weight_decay"]),
         make(decay=group["alpha"], eps=group["eps"], initial_scale=0.0, eps_in_sqrt=False),
     ]
-    if group["momentum"]:
+    if _is_used(group["momentum"]):
         parts.append(optax.trace(group["momentum"]))
     return optax.chain(*parts)
+
+
+def _is_used(option: Any) -> bool:
+    """Return whether an option is not zero; one that a schedule changes is used."""
+    return isinstance(option, jax.Array) or bool(option)
 
 
 _COMMON = {"lr", "weight_decay", "maximize"}
@@ -297,10 +330,12 @@ def _label(name: str, group_of: dict[str, str], optimizer: str) -> str:
     return groups.pop()
 
 
-def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None) -> list[Any]:
-    """Return the learning rate of each group: a number, or a schedule."""
+def _read(
+    optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None
+) -> list[dict[str, np.ndarray]]:
+    """Return, for each group, the options that a schedule sets, by step: lr, and what changes."""
     if scheduler is None:
-        return [float(group["lr"]) for group in optimizer.param_groups]
+        return [{} for _ in optimizer.param_groups]
     if steps is None or steps < 1:
         raise UsageError(
             f"steps={steps}: a schedule is read for so many steps; pass the number of updates of"
@@ -320,18 +355,18 @@ def _rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int | None) 
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     running = copy.deepcopy(scheduler, {id(p): torch.zeros(()) for p in weights})
     groups = running.optimizer.param_groups
-    fixed = [[group.get(name) for name in _STATIC] for group in groups]
-    rows = np.zeros((steps, len(groups)))
-    for step in range(steps):
-        rows[step] = [float(group["lr"]) for group in groups]
+    names = [[n for n in ("lr", *_VARYING) if n in group] for group in groups]
+    rows: list[dict[str, list[Any]]] = [{name: [] for name in some} for some in names]
+    for _ in range(steps):
+        for row, group in zip(rows, groups, strict=True):
+            for name, values in row.items():
+                values.append(np.asarray(group[name], np.float64))
         with warnings.catch_warnings():
             # torch warns that the scheduler steps before its optimizer.
             warnings.simplefilter("ignore", UserWarning)
             running.step()
-        if [[group.get(name) for name in _STATIC] for group in groups] != fixed:
-            raise UsageError(
-                f"{type(scheduler).__name__} changes more than the learning rate ("
-                f"{', '.join(_STATIC)}). What to do: switch that off, such as"
-                " OneCycleLR(cycle_momentum=False)"
-            )
-    return [tabulated(rows[:, index]) for index in range(len(groups))]
+    tables = [{name: np.stack(values) for name, values in row.items()} for row in rows]
+    return [
+        {name: t for name, t in table.items() if name == "lr" or (t != t[0]).any()}
+        for table in tables
+    ]
