@@ -14,12 +14,15 @@ class Balanced(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.gate, self.norm, self.reads = nn.Linear(4, 4), nn.BatchNorm1d(4), reads
-        self.balance = self.last = None
+        self.balance = self.last = self.size = None
 
     def forward(self, x):
         weights = torch.softmax(self.gate(x), -1)
-        if self.reads and self.last is not None:
-            weights = weights + self.last
+        if self.reads:
+            # At the first call this is what a state of zeros gives.
+            last = torch.zeros_like(x) if self.last is None else self.last
+            weights = weights + last
+        self.size = weights.shape[-1]  # a number that is set once
         self.balance = weights.mean(0).square().sum()
         self.weights, self.last = weights.detach(), weights.detach()
         return self.norm(weights) * x
@@ -55,8 +58,12 @@ def test_a_tensor_that_no_call_reads_is_left_out_of_the_step(accumulate):
     for name, value in want.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], value, rtol=1e-4, atol=1e-6)
     assert found.balance is None
+    assert found.size == 4
+    assert not hasattr(found, "weights")
 
 
 def test_a_tensor_that_the_next_call_reads_is_named():
-    with pytest.raises(UsageError, match=r"the loss function changes 'balance', 'last', 'weights'"):
+    with pytest.raises(
+        UsageError, match=r"the loss function changes 'balance', 'last', 'weights', 'size'"
+    ):
         trained(Balanced(reads=True), 1)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.pytree.clone import clone_module
@@ -68,41 +67,53 @@ def settle(
         return frozenset()
     left = {name: value for name, value in outcome.state.items() if name not in given}
     inputs = jax.tree.map(
-        lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), (given, key, values)
+        lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), (given, key, values, left)
     )
     held: list[TraceResult] = []
 
-    def once_more(model: PortedModel, more: Collection[str] = ()) -> Any:
+    def once_more(model: PortedModel, *, reads: bool = False) -> Any:
         # Defined anew for each call: jax caches the jaxpr of a function object that it has seen.
-        def pure(given: dict[str, Any], key: Any, values: list[Any]) -> Any:
-            with jax.ensure_compile_time_eval():
-                before = {name: jnp.zeros(left[name].shape, left[name].dtype) for name in more}
-            held.append(traced(model, request(key, values), {**given, **before}))
+        def pure(given: dict[str, Any], key: Any, values: list[Any], before: Any) -> Any:
+            state = {**given, **before} if reads else given
+            held.append(traced(model, request(key, values), state))
             return held[-1].out_leaves, held[-1].state
 
         return jax.make_jaxpr(pure)(*inputs)
 
     first = once_more(ported)
     module = changes.apply(clone_module(ported._module, lambda tensor: tensor)[0])
-    if left:
-        if not left.keys() >= set(changes.causes):
-            return frozenset()
-        _put_zeros(module, changes, outcome)
-        second = once_more(ported._copy(ported.params, ported.buffers, master=module), left)
-        is_same = held[-1].python_changes is None and same_program(first, second)
-        return frozenset(left if is_same else ())
-    second = once_more(ported._copy(ported.params, ported.buffers, master=module))
-    if held[-1].python_changes is None and same_program(first, second):
-        ported._replace_module(module)
-        ported._new_version()
-        raise Settled
-    return frozenset()
+    if not left.keys() <= set(changes.names):
+        return frozenset()
+    _put_zeros(module, left, changes, outcome)
+    # The first program has the tensors left behind as inputs too, and does not use them.
+    second = once_more(ported._copy(ported.params, ported.buffers, master=module), reads=bool(left))
+    if held[-1].python_changes is not None or not same_program(first, second):
+        return frozenset()
+    if left.keys() >= set(changes.causes):
+        return frozenset(left)
+    _put_back(module, left, ported._module, changes)
+    ported._replace_module(module)
+    ported._new_version()
+    raise Settled
 
 
-def _put_zeros(module: Any, changes: PythonChanges, outcome: TraceResult) -> None:
+def _put_zeros(
+    module: Any, left: Collection[str], changes: PythonChanges, outcome: TraceResult
+) -> None:
     """Give a module tensors for the placeholders that a call left in its attributes."""
-    for name in changes.names:
+    for name in left:
         fqn, attribute = changes.owners[name]
         meta = outcome.state_metas[name]
         zeros = torch.zeros(meta.shape, dtype=meta.dtype)
         module.get_submodule(fqn).__dict__[attribute] = zeros
+
+
+def _put_back(module: Any, left: Collection[str], before: Any, changes: PythonChanges) -> None:
+    """Give a module what it had in those attributes before the call."""
+    for name in left:
+        fqn, attribute = changes.owners[name]
+        held, first = (one.get_submodule(fqn).__dict__ for one in (module, before))
+        if attribute in first:
+            held[attribute] = first[attribute]
+        else:
+            del held[attribute]
