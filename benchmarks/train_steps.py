@@ -79,9 +79,15 @@ schedules.PolynomialLR(optimizer, 4, power=2.0)
 
 schedules.CosineAnnealingWarmRestarts(optimizer, 2, 2)
 
-schedules.SequentialLR(optimizer, [schedules.LinearLR(optimizer, 0.2, total_iters=2), schedules.ExponentialLR(optimizer, 0.8)], [2])
+schedules.SequentialLR(
+    optimizer,
+    [schedules.LinearLR(optimizer, 0.2, total_iters=2), schedules.ExponentialLR(optimizer, 0.8)],
+    [2],
+)
 
-schedules.ChainedScheduler([schedules.ConstantLR(optimizer, 0.3, 2), schedules.MultiStepLR(optimizer, [1, 3], 0.5)])
+schedules.ChainedScheduler(
+    [schedules.ConstantLR(optimizer, 0.3, 2), schedules.MultiStepLR(optimizer, [1, 3], 0.5)]
+)
 
 schedules.MultiplicativeLR(optimizer, lambda step: 0.9)
 """)
@@ -92,7 +98,10 @@ parameters
 
 [{"params": parameters[::2], "lr": 0.02}, {"params": parameters[1::2], "weight_decay": 0.0}]
 
-[{"params": [p for p in parameters if p.ndim > 1]}, {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.01, "lr": 0.03}]
+[
+    {"params": [p for p in parameters if p.ndim > 1]},
+    {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.01, "lr": 0.03},
+]
 
 parameters[: len(parameters) // 2 + 1]
 
@@ -146,13 +155,15 @@ class Setting:
         """Return the setting of a seed."""
         chosen = random.Random(seed)
         source, _ = research_scripts.Maker(seed).program()
-        texts = (_LOSSES, _FROZEN, _GROUPS, _OPTIMIZERS, _SCHEDULES)
-        loss, *rest = (chosen.choice(some) for some in texts)
+        loss, frozen = chosen.choice(_LOSSES), chosen.choice(_FROZEN)
+        groups, optimizer = chosen.choice(_GROUPS), chosen.choice(_OPTIMIZERS)
+        schedule = chosen.choice(_SCHEDULES)
         accumulate = chosen.choice([1, 1, 2])
         if accumulate > 1 and "weight" not in loss and "mean()" not in loss:
             accumulate = 1
         clip, decay = chosen.choice([None, 0.3]), chosen.choice([None, 0.9])
-        return cls(source, loss, *rest, accumulate, clip, decay, seed)
+        texts = (source, loss, frozen, groups, optimizer, schedule)
+        return cls(*texts, accumulate, clip, decay, seed)
 
     def __str__(self) -> str:
         texts = (self.loss, self.frozen, self.groups, self.optimizer, self.schedule)
