@@ -137,7 +137,7 @@ def test_momentum_that_a_schedule_changes_is_followed(name: str):
 
 
 class Decaying:
-    """Changes the decay of weights, as DINO's loop does, and momentum from zero."""
+    """Changes the decay of weights, as DINO's loop does, and momentum."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.number = optimizer, 0
@@ -149,7 +149,7 @@ class Decaying:
 
 
 def test_options_that_a_schedule_changes_are_followed():
-    check(lambda m: torch.optim.SGD(m.parameters(), 0.1), Decaying)
+    check(lambda m: torch.optim.SGD(m.parameters(), 0.1, momentum=0.5), Decaying)
 
 
 def test_the_users_own_schedule_stays_where_it_was():
@@ -206,6 +206,11 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
         r"group 0 of the SGD has a parameter of shape \[8, 6\] that is not one of the ported",
     ),
     "used": (stepped, None, "has taken steps already"),
+    "momentum from zero": (
+        lambda m: torch.optim.SGD(m.parameters(), 0.1),
+        Decaying,
+        "Decaying sets momentum to zero at some steps",
+    ),
     "plateau": (
         lambda m: torch.optim.SGD(m.parameters(), 0.1),
         schedules.ReduceLROnPlateau,

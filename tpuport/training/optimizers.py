@@ -366,6 +366,14 @@ def _read(
             warnings.simplefilter("ignore", UserWarning)
             running.step()
     tables = [{name: np.stack(values) for name, values in row.items()} for row in rows]
+    if any(
+        "momentum" in table and 0 < np.count_nonzero(table["momentum"]) < steps for table in tables
+    ):
+        raise UsageError(
+            f"{type(scheduler).__name__} sets momentum to zero at some steps, at which torch's"
+            f" {type(optimizer).__name__} leaves its buffer alone. What to do: use a small momentum"
+            " there, such as 1e-3"
+        )
     return [
         {name: t for name, t in table.items() if name == "lr" or (t != t[0]).any()}
         for table in tables
