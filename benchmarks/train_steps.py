@@ -205,7 +205,7 @@ def of_eager(setting: Setting, path: Path) -> list[tuple[str, Any]]:
     made, seen = _Made(setting, path), []
     average = copy.deepcopy(dict(made.net.named_parameters()))
     for number, batch in enumerate(_batches()):
-        made.optimizer.zero_grad()
+        made.net.zero_grad()
         pieces = zip(*(v.chunk(setting.accumulate) for v in batch.values()), strict=True)
         parts = [dict(zip(batch, some, strict=True)) for some in pieces]
         losses = []

@@ -4,6 +4,7 @@ The calls are in `lowering_cases/`, one table a family. All calls of some cases 
 
 Contents:
     test_lowering            each op gives what eager gives, and is what computed it
+    test_two_traces_*        an op traced twice is one program
     test_plain_torchax       what plain torchax lacks or gets wrong of it, as strict failures
     test_draw_*              random ops: the distribution, fresh numbers, generators
     test_*_registered_*      nothing is registered without a case, and reasons are true
@@ -37,6 +38,7 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core import lowering_registry
 from tpuport.tracing.dispatch import dispatch
 from tpuport.tracing.lowerings import load
+from tpuport.tracing.scan_layers.jaxpr_equal import same_program
 
 load()
 TABLES = (elementwise, reductions, matrices, indexing, images, layers)
@@ -84,6 +86,7 @@ def reached() -> Iterator[Counter[Any]]:
 
 # They give a Python bool: a program has as many paths as its calls of them have outcomes.
 DECIDING = {torch.ops.aten.equal.default, torch.ops.aten.allclose.default}
+HOST_READS = DECIDING | {torch.ops.aten._local_scalar_dense.default}
 
 
 def _together(size: int) -> list[list[Case]]:
@@ -258,3 +261,17 @@ def test_lu_without_pivots_multiplies_back():
     lower, upper = _triangles(factors)
     assert backend.to_torch(pivots).tolist() == [[1, 2, 3]] * 2
     torch.testing.assert_close(backend.to_torch(lower @ upper), backend.to_torch(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.op not in HOST_READS], ids=str)
+def test_two_traces_are_the_same_program(case):
+    # Blocks are rolled, and what a call leaves behind is known, by comparing traces.
+    program = Program(case)
+    arrays = [backend.to_jax(tensor) for tensor in program.tensors]
+
+    def traced() -> Any:
+        ported = by_tpuport(program)
+        return jax.make_jaxpr(lambda *a: ported.apply({}, {}, jax.random.key(0), *a)[0])(*arrays)
+
+    assert same_program(traced(), traced())

@@ -82,7 +82,8 @@ def settle(
 
     first = once_more(ported)
     module = changes.apply(clone_module(ported._module, lambda tensor: tensor)[0])
-    if not left.keys() <= set(changes.names):
+    # A number of Python's that depends on the inputs is no tensor.
+    if not left.keys() <= set(changes.names) & outcome.state_metas.keys():
         return frozenset()
     _put_zeros(module, left, changes, outcome)
     # The first program has the tensors left behind as inputs too, and does not use them.

@@ -338,21 +338,32 @@ def _xlog1py(x: Any, y: Any) -> jax.Array:
     return _times_log(x, y, jnp.log1p, -1)
 
 
-def _times_log(x: Any, y: Any, log: Callable[[jax.Array], jax.Array], pole: int) -> jax.Array:
-    x, y = (wide(v) for v in _promoted(x, y))
+# One function for all calls, so that two traces of it are the same program.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(log: Callable[[Any], jax.Array], pole: int, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * log(y)))
 
-    @jax.custom_vjp
-    def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.where(jnp.isnan(y), y, jnp.where(x == 0, 0, x * log(y)))
 
-    def pulled_back(given: Any, cotangent: jax.Array) -> Any:
-        x, y = given
-        # Where no gradient comes back, torch's is 0, even if the logarithm is infinite.
-        by_first = jnp.where((x == 0) & (y <= pole), 0, product(cotangent, y))
-        return by_first, cotangent * (x / (y - pole))
+def _product_forward(
+    log: Callable[[Any], jax.Array], pole: int, x: jax.Array, y: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _product(log, pole, x, y), (x, y)
 
-    product.defvjp(lambda x, y: (product(x, y), (x, y)), pulled_back)
-    return product(x, y)
+
+def _product_backward(
+    log: Callable[[Any], jax.Array], pole: int, given: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, y = given
+    # Where no gradient comes back, torch's is 0, even if the logarithm is infinite.
+    by_first = jnp.where((x == 0) & (y <= pole), 0, _product(log, pole, cotangent, y))
+    return by_first, cotangent * (x / (y - pole))
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _times_log(x: Any, y: Any, log: Callable[[Any], jax.Array], pole: int) -> jax.Array:
+    return _product(log, pole, *(wide(v) for v in _promoted(x, y)))
 
 
 def _shared_at_ties(value: jax.Array, x: jax.Array, y: jax.Array, first: jax.Array) -> jax.Array:
