@@ -200,9 +200,11 @@ def _batches() -> list[dict[str, torch.Tensor]]:
     return [{"x": x, "y": x.cos(), "w": w} for x, w in zip(waves, weights, strict=True)]
 
 
-def of_eager(setting: Setting, path: Path) -> list[tuple[str, Any]]:
-    """Train in a loop of eager PyTorch, and return what is compared."""
+def of_eager(setting: Setting, path: Path, *, called: bool = False) -> list[tuple[str, Any]]:
+    """Train in a loop of eager PyTorch, and return what is compared; `called`: call it before."""
     made, seen = _Made(setting, path), []
+    if called:
+        made.net(_batches()[0]["x"])
     average = copy.deepcopy(dict(made.net.named_parameters()))
     for number, batch in enumerate(_batches()):
         made.net.zero_grad()
@@ -242,10 +244,12 @@ def _loss_of(result: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     return result if isinstance(result, tuple) else (result, {})
 
 
-def of_port(setting: Setting, path: Path) -> list[tuple[str, Any]]:
-    """Train by a step of tpuport, and return what is compared."""
+def of_port(setting: Setting, path: Path, *, called: bool = False) -> list[tuple[str, Any]]:
+    """Train by a step of tpuport, and return what is compared; `called`: call it before."""
     made, seen = _Made(setting, path), []
     ported = tpuport.convert(made.net)
+    if called:
+        ported(_batches()[0]["x"])
     step = make_train_step(
         ported,
         made.loss,
@@ -268,14 +272,23 @@ def of_port(setting: Setting, path: Path) -> list[tuple[str, Any]]:
 
 
 def verdict(setting: Setting, folder: Path) -> tuple[str, str]:
-    """Train twice and compare: "passes", "refused", "eager raises", "chaotic" or "differs"."""
-    path = folder / "script.py"
+    """Train twice and compare: "passes", "refused", "eager raises", "chaotic" or "differs".
+
+    A network that sets up state at its first call is called once before.
+    """
+    kind, what = _trained(setting, folder / "script.py", called=False)
+    if "once before init()" in what:
+        return _trained(setting, folder / "script.py", called=True)
+    return kind, what
+
+
+def _trained(setting: Setting, path: Path, *, called: bool) -> tuple[str, str]:
     try:
-        expected = of_eager(setting, path)
+        expected = of_eager(setting, path, called=called)
     except Exception as error:  # it is raised by a setting that eager PyTorch refuses
         return "eager raises", f"{type(error).__name__}: {error}"
     try:
-        got = dict(of_port(setting, path))
+        got = dict(of_port(setting, path, called=called))
     except (PortError, UsageError) as error:
         kind = "differs" if isinstance(error, ParityError) else "refused"
         return kind, str(error)
@@ -287,7 +300,7 @@ def verdict(setting: Setting, folder: Path) -> tuple[str, str]:
         apart = distance(want, got[name])
         if apart > 1e-3:
             with Shaken():
-                shaken = of_eager(setting, path)
+                shaken = of_eager(setting, path, called=called)
             pairs = zip(expected, shaken[: index + 1], strict=False)
             effect = max(distance(a[1], b[1]) for a, b in pairs)
             kind = "chaotic" if 8 * effect > apart else "differs"
