@@ -61,10 +61,10 @@ def _of_program(
     batch = Batch(
         values, _metas(call, values), call.spec, call.paths, known_values(values, accumulate=1)
     )
-    whole = replace(training, accumulate=1)
+    whole, rest = replace(training, accumulate=1), {**state.frozen, **state.buffers}
 
     def loss(params: Any) -> Any:
-        return measured(whole, state.frozen, batch, params, state.buffers, key, values)[0], None
+        return measured(whole, {}, batch, params, rest, key, values)[0], None
 
     with training.ported._precision_scope():
         options = _ONCE if jax.default_backend() == "cpu" else None

@@ -130,7 +130,7 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
     A step whose check has failed counts as one that is not finite.
     """
     assert training.optimizer is not None
-    loss, metrics, grads, has_gradient, buffers = gradients(training, state, batch)
+    loss, metrics, grads, has_gradient, carried = gradients(training, state, batch)
     norm = optax.tree.norm(grads)
     if training.clip_norm is not None:
         # torch.nn.utils.clip_grad_norm_ adds 1e-6 too.
@@ -143,7 +143,11 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
     ema = state.ema
     if training.ema_decay is not None:
         ema = ema_update(ema, params, training.ema_decay)
-    after = replace(state, params=params, optimizer=optimizer, ema=ema, buffers=buffers)
+    frozen = {name: carried.get(name, value) for name, value in state.frozen.items()}
+    buffers = {name: carried[name] for name in state.buffers}
+    after = replace(
+        state, params=params, optimizer=optimizer, ema=ema, frozen=frozen, buffers=buffers
+    )
     is_finite = jnp.isfinite(norm) & jnp.isfinite(loss) & (metrics[CHECK] == 0)
     if training.skip_nonfinite:
         after = jax.tree.map(lambda new, old: jnp.where(is_finite, new, old), after, state)
@@ -154,24 +158,45 @@ def train(training: Training, state: TrainState, batch: Batch) -> tuple[TrainSta
     return after, {**metrics, "loss": loss, "grad_norm": norm, "skipped": ~is_finite}
 
 
-def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
-    """Return loss, metrics, gradients, which of them exist, and buffers of a batch.
+class _Carried(Exception):
+    """Signal that calls write to frozen parameters, such as a momentum encoder's: trace again."""
 
-    They are computed at once or part by part.
+    def __init__(self, names: list[str]) -> None:
+        super().__init__(", ".join(names))
+        self.names = names
+
+
+def gradients(training: Training, state: TrainState, batch: Batch) -> Any:
+    """Return loss, metrics, gradients, which of them exist, and the state that calls change.
+
+    They are computed at once or part by part. That state is the buffers, and the frozen parameters
+    that calls write to.
     """
+    carried: dict[str, Any] = {}
+    while True:
+        try:
+            return _gradients(training, state, batch, carried)
+        except _Carried as found:
+            carried |= {name: state.frozen[name] for name in found.names}
+
+
+def _gradients(training: Training, state: TrainState, batch: Batch, carried: dict[str, Any]) -> Any:
+    frozen = {name: value for name, value in state.frozen.items() if name not in carried}
 
     def of(params: Any, buffers: Any, key: Any, values: list[Any]) -> Any:
-        return measured(training, state.frozen, batch, params, buffers, key, values)
+        return measured(training, frozen, batch, params, buffers, key, values)
 
     key = training.key_of_step(state)
     differentiate = value_and_grad(of)
+    before = {**state.buffers, **carried}
     if training.accumulate > 1:
-        return _accumulated(training.accumulate, differentiate, state, batch, key)
-    (loss, (metrics, buffers)), grads, has_gradient = differentiate(
-        state.params, state.buffers, key, batch.values
+        given = replace(state, buffers=before)
+        return _accumulated(training.accumulate, differentiate, given, batch, key)
+    (loss, (metrics, after)), grads, has_gradient = differentiate(
+        state.params, before, key, batch.values
     )
     metrics.pop(WEIGHT, None)
-    return loss, metrics, grads, has_gradient, buffers
+    return loss, metrics, grads, has_gradient, after
 
 
 def measured(
@@ -274,13 +299,14 @@ def _changed_buffers(
 
     Raises:
         UsageError: the call changes state that a step does not carry.
+        _Carried: it writes to frozen parameters.
     """
     kept = {n: v for n, v in outcome.state.items() if n not in left}
     changed = {n: v for n, v in kept.items() if n not in params and n not in frozen}
     new = [name for name in changed if name not in buffers]
     if outcome.python_changes:
         new += [n for n in outcome.python_changes.causes if n not in new and n not in left]
-    written = [name for name in outcome.state if name in params or name in frozen]
+    written = [name for name in outcome.state if name in params]
     if new or written:
         what = ", ".join(map(repr, (new or written)[:4]))
         raise UsageError(
@@ -290,7 +316,9 @@ def _changed_buffers(
                 " ported model once before init() if it is set up lazily; register what changes"
                 " at each step as a buffer"
                 if new
-                else "a parameter. What to do: leave the updates of parameters to the optimizer"
+                else "a parameter that is trained. What to do: leave its updates to the optimizer"
             )
         )
+    if fixed := [name for name in outcome.state if name in frozen]:
+        raise _Carried(fixed)
     return changed
