@@ -70,6 +70,6 @@ def test_writing_to_parameters_that_are_trained_is_refused():
     model = Momentum(is_frozen=False)
     step = make_train_step(tpuport.convert(model), "forward", "sgd")
     with pytest.raises(
-        UsageError, match="'teacher.0.weight'.*which is a parameter that is trained"
+        UsageError, match=r"'teacher\.0\.weight'.*which is a parameter that is trained"
     ):
         step(step.init(), batches()[0])
