@@ -66,6 +66,26 @@ def run_guarded(
             _stop(process)
 
 
+def run_attached(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+    """Run a command with the terminal, input and output of this process, and return its status.
+
+    It ends with this process, however this one ends, with all that it started.
+
+    Args:
+        command: The command.
+        environment: Variables for it, besides those of this process.
+    """
+    mark = secrets.token_hex(16)
+    marks = f"{os.environ.get(_MARK, '')}/{mark}"
+    with _guarded(mark, None):
+        process = subprocess.Popen(command, env={**os.environ, **(environment or {}), _MARK: marks})
+        try:
+            return process.wait()
+        finally:
+            if process.poll() is None:
+                process.terminate()
+
+
 @contextmanager
 def _guarded(mark: str, temporary: str | None) -> Iterator[None]:
     """Have a process that cleans up at the end of the block, or of this process if it is killed."""

@@ -23,6 +23,7 @@ from tpuport.repository.logs import (
     is_own_fault,
     last_error,
     last_line,
+    needed_stack,
     overflowed,
     remedy,
 )
@@ -364,7 +365,7 @@ def fit_stage(project: Repository) -> StageRecord:
             "slice": name,
             "log": work.without_paths(ended.tail),
             "seen": work.seen(work.folder / "compile"),
-            "needs_stack": ended.unlimited_stack,
+            "needs_stack": needed_stack(ended.log),
         }
         found = _json(ended.output)
         if found is None:
@@ -403,19 +404,13 @@ def _compile(
     file.write_text(json.dumps(settings))
     page = folder / "compile.html"
 
-    def compile_(*, unlimited_stack: bool) -> Finished:
-        return run_command(
-            ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
-            folder=work.copy,
-            log=work.folder / "compile.log",
-            seconds=60 * wanted.most_minutes,
-            environment={**work.environment(), SETTINGS: str(file)},
-            unlimited_stack=unlimited_stack,
-        )
-
-    ended = compile_(unlimited_stack=False)
-    if overflowed(ended.status, ended.log):
-        ended = compile_(unlimited_stack=True)
+    ended = run_command(
+        ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
+        folder=work.copy,
+        log=work.folder / "compile.log",
+        seconds=60 * wanted.most_minutes,
+        environment={**work.environment(), SETTINGS: str(file)},
+    )
     if page.is_file():
         os.replace(page, wanted.out / "compile.html")
     return ended
@@ -448,7 +443,7 @@ def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) 
 def _around_a_crash(ended: Finished) -> str:
     """Return what to do about a process that crashed while it compiled."""
     ask = "try another batch size with --set, another slice with --for, or another libtpu"
-    if overflowed(ended.status, ended.log) and not ended.unlimited_stack:
+    if overflowed(ended.status, ended.log):
         ask = f"allow an unlimited stack (`ulimit -Hs unlimited`, by root) and call again; or {ask}"
     return f"{ask}; {TELL}"
 
