@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import zip_longest
@@ -22,6 +23,26 @@ _LOST = re.compile(
     r"NotFound|No such file|not found|nothing found|does(?: not|n't) exist|not a directory", re.I
 )
 _NO_FILE = re.compile(r"FileNotFoundError: \[Errno 2\] No such file or directory: '([^']+)'")
+_PLAIN = (
+    (
+        re.compile(r"^(Syntax|Indentation|Tab)Error:"),
+        f"mend that line, which Python {sys.version_info.major}.{sys.version_info.minor} does not"
+        " take",
+    ),
+    (
+        re.compile(r"^EOFError\b"),
+        "it asks a question on a terminal, and has none: let it take the answer as an argument",
+    ),
+    (
+        re.compile(r"URLError|gaierror|Name or service not known|Connection(Refused|Reset)?Error"),
+        "it fetches something, and did not reach it from here: put the file where it looks for it,"
+        " or call again where the network is",
+    ),
+    (
+        re.compile(r"^PermissionError:|Permission denied|[Rr]ead-only file system"),
+        "let it write below the repository only, by its arguments or --set: elsewhere it may not",
+    ),
+)
 _PINS = ("*requirements*.txt", "*environment*.y*ml", "docker/*requirements*.txt")
 _PIN = re.compile(r"^[\s-]*([A-Za-z0-9][\w.-]*)\s*==?\s*(\d[\w.]*)", re.MULTILINE)
 _WRITTEN = re.compile(r"out|log|save|result|checkpoint|ckpt|wandb")
@@ -46,7 +67,10 @@ def what_helps(
     absent = _ABSENT.search(error)
     package = absent[1].partition(".")[0] if absent else ""
     if package and importlib.util.find_spec(package) is None:
-        return how_to_install([package], root)
+        return how_to_install([package], root, entry.maybe_missing)
+    for pattern, advice in _PLAIN:
+        if pattern.search(error):
+            return advice
     if advice := _other_version(error, root):
         return advice
     lost = [f"{name} ({value})" for name, value in _not_there(root, settings, chosen)]
