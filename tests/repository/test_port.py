@@ -219,7 +219,7 @@ def test_what_only_rounding_allows_is_said(
         (
             Finished(1, json.dumps({**EQUAL, "passed": False, "programs": 0}), ""),
             "needs you",
-            "nothing of it was ported",
+            "The script ends by itself before it trains",
         ),
         (
             Finished(
@@ -268,7 +268,7 @@ def test_what_a_run_came_to(
     page = (tmp_path / "out" / "report.html").read_text()
     assert ("&lt;note&gt;" in page) == ("no time" in page) == ("no time" in ended.output)
     if "zarr" in ended.tail:
-        assert found["next"] == "install zarr"
+        assert found["next"] == "`pip install zarr`"
     elif ended.tail == REFUSED:
         assert found["next"] == "call the function itself"
     elif ended.tail == RAISED:
@@ -407,6 +407,48 @@ def test_packages_that_are_imported_in_functions(tmp_path: Path) -> None:
         *("absent_in_condition", "absent_in_inner", "absent_of_other_script"),
         *("absent_own", "absent_unused"),
     )
+
+
+def test_packages_that_modules_import_which_are_imported_in_some_cases(tmp_path: Path) -> None:
+    """All are named at once: those of packages around a module, and of modules in a package."""
+    files = {
+        "run.py": """
+            import models
+            if args.task == "one":
+                from tasks.one import Task
+            else:
+                from tasks import two
+            if __name__ == "__main__":
+                loss.backward()
+            """,
+        "models/__init__.py": "from .nets import deep",
+        "models/nets/__init__.py": "import absent_of_nets",
+        "models/nets/deep.py": "from ...run import x\nfrom ..base import Base",
+        "models/base.py": "import absent_of_base",
+        "tasks/__init__.py": "import absent_of_tasks",
+        "tasks/one.py": "import absent_of_one, helper\nfrom absent_from import name",
+        "tasks/two.py": "import absent_of_two",
+        "helper.py": "def f():\n    import absent_of_helper",
+        "other.py": "import absent_of_other",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    entry = find_scripts(tmp_path, sorted(tmp_path.rglob("*.py")))[0]
+    assert entry.path == "run.py"
+    assert entry.missing == ("absent_of_base", "absent_of_nets")
+    assert entry.maybe_missing == (
+        *("absent_from", "absent_of_helper", "absent_of_one", "absent_of_tasks", "absent_of_two"),
+    )
+
+
+def test_packages_for_cuda_are_not_missing(tmp_path: Path) -> None:
+    """`tpuport run` has some, and an import finds a stand-in for the others."""
+    text = (
+        "import flash_attn, torch_xla, triton.language, absent_here\nfor x in y:\n    z.backward()"
+    )
+    (tmp_path / "train.py").write_text(text)
+    assert find_scripts(tmp_path, [tmp_path / "train.py"])[0].missing == ("absent_here",)
 
 
 STRAYS = {

@@ -128,7 +128,7 @@ def _launched(project: Repository, slice_name: str, *, unlimited_stack: bool) ->
         return {}
     chosen = project.arguments
     written = write_launch_files(
-        *(wanted.root, wanted.out, [entry.path, *chosen.launched]),
+        *(wanted.root, wanted.out, [entry.word, *chosen.launched]),
         *(wanted.run_options, slice_name, chosen.blanks),
         unlimited_stack=unlimited_stack,
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import IO
 
 from tpuport.foundation.guarded import run_guarded
+from tpuport.verify.processes import last_lines
 
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()")
-_TAIL = 25
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ def run_command(
         )
         output, errors = _text(out), _text(err)
     log.write_text(errors)
-    tail = "\n".join(errors.splitlines()[-_TAIL:])
-    return Finished(status, output, tail, errors)
+    return Finished(status, output, last_lines(errors), errors)
 
 
 def _text(file: IO[bytes]) -> str:
