@@ -18,6 +18,7 @@ from tpuport.repository import copies, runs
 from tpuport.repository.copies import copy_repository
 from tpuport.repository.landlock import refuse_writes_outside
 from tpuport.repository.processes import Finished
+from tpuport.repository.texts import read_text
 from tpuport.verify.processes import NO_REFERENCE
 
 _REFUSES = "import sys\nfrom tpuport.repository.landlock import refuse_writes_outside as refuse\n"
@@ -109,6 +110,15 @@ def test_names_that_are_no_text_and_options(
     assert "gone.py" in json.loads(text)["stages"]["read"]["answer"]
     assert "exec tpuport run ./-train.py" in (tmp_path / "out" / "run.sh").read_text()
     assert (tmp_path / "out" / "report.html").read_bytes().decode()
+
+
+def test_what_cannot_be_read_is_no_text(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.sh")
+    (tmp_path / "zero.sh").symlink_to("/dev/zero")
+    (tmp_path / "folder.sh").mkdir()
+    (tmp_path / "bytes.sh").write_bytes(b"a\xff")
+    names = ("pipe.sh", "zero.sh", "folder.sh", "none.sh", "bytes.sh")
+    assert [read_text(tmp_path / name) for name in names] == ["", "", "", "", "a\ufffd"]
 
 
 def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:

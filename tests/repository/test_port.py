@@ -310,6 +310,7 @@ def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").touch()
     for options, message in [
         ((repository, "--out", tmp_path / "full"), "holds other files"),
+        ((repository, "--out", tmp_path / "full" / "mine" / "a"), "cannot be written to (Not a"),
         ((tmp_path / "none", "--out", tmp_path / "a"), "no folder or script"),
         ((repository, "--entry", "none.py", "--out", tmp_path / "a"), "no script none.py"),
         ((repository, "--for", "v9z-8", "--out", tmp_path / "a"), "no TPU topology 'v9z-8'"),

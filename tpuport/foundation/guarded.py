@@ -151,6 +151,15 @@ def guard() -> None:
     sys.stdin.read()
     _stop_strays(mark.encode(), set(filter(None, known.split(","))), starter)
     for folder in temporary:
+        _delete(folder)
+
+
+def _delete(folder: str) -> None:
+    """Delete a folder in which a process that is ending may still write."""
+    until = time.monotonic() + _GRACE_S
+    shutil.rmtree(folder, ignore_errors=True)
+    while os.path.exists(folder) and time.monotonic() < until:
+        time.sleep(0.05)
         shutil.rmtree(folder, ignore_errors=True)
 
 

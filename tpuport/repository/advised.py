@@ -11,6 +11,7 @@ from pathlib import Path
 from tpuport.repository.packages import how_to_install
 from tpuport.repository.scripts import StartScript, shown_launches
 from tpuport.repository.sizes import ChosenArguments, ScriptSettings
+from tpuport.repository.texts import read_text
 
 # As Python shows it, or inside of another error.
 _ABSENT = re.compile(r"ModuleNotFoundError(?:: |\([\"'])No module named \\?'([\w.]+)\\?'")
@@ -95,7 +96,7 @@ def _absent_file(error: str, root: Path, entry: StartScript) -> str:
         place
         for path in sorted(root.rglob("*.py"))
         if (place := path.relative_to(root).as_posix()) != entry.path
-        and quoted.search(path.read_text(errors="replace"))
+        and quoted.search(read_text(path))
     ]
     made = f"; {', '.join(named[:3])} may make it: run that first" if named else ""
     return f"it reads {found[1]}, which is not there: put it there{made}"
@@ -119,7 +120,7 @@ def _other_version(error: str, root: Path) -> str:
 def _pinned(root: Path, name: str) -> Iterator[tuple[str, str]]:
     wanted = name.lower().replace("_", "-")
     for path in sorted(one for pattern in _PINS for one in root.glob(pattern)):
-        for match in _PIN.finditer(path.read_text(errors="replace")):
+        for match in _PIN.finditer(read_text(path)):
             if match[1].lower().replace("_", "-") == wanted:
                 yield path.relative_to(root).as_posix(), match[2]
 

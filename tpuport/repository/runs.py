@@ -227,10 +227,16 @@ def _log(work: Workspace, results: Path, ended: Finished) -> str:
     """Return the last lines of the run that was the last, or of the command itself."""
     for side in ("ported", "eager"):
         file = results / side / "output.txt"
-        text = file.read_text(errors="replace") if file.is_file() else ""
+        text = _end_of(file) if file.is_file() else ""
         if ended.status != 0 and text.strip():
             return work.without_paths(last_lines(text))
     return work.without_paths(ended.tail)
+
+
+def _end_of(file: Path, most: int = 1 << 20) -> str:
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - most))
+        return opened.read().decode(errors="replace")
 
 
 def _verified(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tpuport.foundation.cuda_only import is_cuda_only
+from tpuport.repository.texts import read_text
 from tpuport.verify.imports import (
     imported_names,
     later_names,
@@ -312,7 +313,7 @@ def _launches(root: Path) -> dict[str, list[Launch]]:
     """Return the lines that start Python files, by the name of the file."""
     found: dict[str, list[Launch]] = {}
     for path in (path for path in find_texts(root) if path.suffix in _SHELL):
-        text = path.read_text(errors="replace")
+        text = read_text(path)
         values = {m["name"]: m["value"] for m in _ASSIGNED.finditer(text)}
         for number, line in _joined_lines(text):
             launch = _parse(
