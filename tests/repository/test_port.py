@@ -326,6 +326,32 @@ def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
     assert "There is no Python file here" in text
 
 
+def test_an_option_of_the_script_is_told_its_place(repository: Path, tmp_path: Path) -> None:
+    options = (repository, "--out", tmp_path / "out")
+    for words in (["--lr", "1"], ["--lr=1"]):
+        code, text = port(*options, *words)
+        said = " ".join(text.replace("│", " ").split())
+        assert code == 2
+        assert "Options of the script go after --, as in `-- --lr`" in said
+    code, text = port(*options, "--lr", "1", "--", "--batch", "3")
+    assert code == 2
+    assert "after --" not in text
+
+
+def test_a_line_that_starts_a_script_otherwise_is_shown(tmp_path: Path) -> None:
+    """A script that requires nothing starts without arguments."""
+    root = tmp_path / "repo"
+    root.mkdir()
+    (root / "train.py").write_text(TRAIN.replace("required=True", "default=1.0"))
+    (root / "net.py").write_text(NET)
+    (root / "README.md").write_text("```\npython train.py --lr 0.1\n```\n")
+    _, text = port(root, "--out", tmp_path / "out", "--json")
+    said = "Here it starts without arguments; README.md:2 starts it with `--lr 0.1`"
+    assert said in json.loads(text)["stages"]["entry"]["answer"]
+    _, text = port(root, "--out", tmp_path / "out", "--json", "--", "--lr", "2")
+    assert "without arguments" not in json.loads(text)["stages"]["entry"]["answer"]
+
+
 def test_entry_points(tmp_path: Path) -> None:
     sources = {
         "setup.py": "if __name__ == '__main__': pass",

@@ -27,7 +27,13 @@ from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
 from tpuport.repository.hydra_files import config_names, find_config
 from tpuport.repository.packages import how_to_install
-from tpuport.repository.scripts import StartScript, add_packages, find_scripts, find_texts
+from tpuport.repository.scripts import (
+    StartScript,
+    add_packages,
+    find_scripts,
+    find_texts,
+    shown_launches,
+)
 from tpuport.repository.sizes import (
     HYDRA,
     ChosenArguments,
@@ -303,6 +309,8 @@ def entry_stage(project: Repository) -> StageRecord:
     result = {"script": entry.path, "candidates": others, **asdict(entry)}
     result |= {"settings": project.settings_of_entry.style, "arguments": asdict(chosen)}
     answer = f"{entry.path}: {', '.join(entry.reasons)}."
+    if not chosen.full and (shown := shown_launches(entry)):
+        answer += f" Here it starts without arguments; {shown[0]}, which you can give after --."
     if entry.maybe_missing:
         names = ", ".join(entry.maybe_missing)
         answer += f" Imported in some cases only, and not installed here: {names}."
