@@ -144,6 +144,11 @@ def test_a_file_that_is_no_python_is_named(tmp_path: Path) -> None:
             "a\nYou need four GPUs.\n",
             "before anything is ported (exit status 1; it ends with: You need four GPUs).",
         ),
+        (
+            Finished(2, "", f"The script fails in eager PyTorch (exit status 0), {NO_REFERENCE}."),
+            "",
+            "The script ends by itself, without an error and before its steps are recorded",
+        ),
         (Finished(-9, "", ""), "", "the comparison with it: It was killed"),
         (
             Finished(2, "", f"The script fails (exit status -11), {NO_REFERENCE}."),

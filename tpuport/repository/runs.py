@@ -340,6 +340,8 @@ def _fails_alone(
         answer += f": {error}"
         ask = remedy(result["log"]) or f"see the end of its output; if that is no help, {TELL}"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+    if "(exit status 0)" in ended.tail:
+        answer = "The script ends by itself, without an error and before its steps are recorded"
     answer += f": {error}" if error else f"{_how_it_ended(ended, result['log'])}."
     ask = what_helps(error, project.wanted.root, entry, project.settings_of_entry, chosen)
     return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
