@@ -137,6 +137,21 @@ def test_a_linked_folder_is_followed_once_and_files_go_by_their_own_place(projec
     assert problems() == []
 
 
+def test_links_out_of_a_folder_can_be_left_alone(project):
+    root = project({"z/a.py": EMPTY})
+    (root.parent / "elsewhere").mkdir()
+    (root.parent / "elsewhere/e.py").touch()
+    (root / "out").symlink_to(root.parent / "elsewhere")
+    (root / "root").symlink_to("/")
+    (root / "e.py").symlink_to(root.parent / "elsewhere/e.py")
+    (root / "b_link").symlink_to(root / "z")
+    result = find_files(["."], Settings(root=Path.cwd()), inside=root)
+    assert [path.as_posix() for path in result.files] == ["z/a.py"]
+    assert sorted(str(problem).partition(":")[0] for problem in result.problems) == [
+        *("e.py", "out", "root")
+    ]
+
+
 def test_links_that_fan_out_end(project):
     root = project({"d0/a.py": EMPTY})
     for number in range(1, 40):

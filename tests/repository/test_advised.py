@@ -25,6 +25,8 @@ HERE = metadata.version("rich")
         (CHANGED, f"install rich==0.1, as conda_environment.yaml says: {HERE} is here"),
         ("AttributeError: module 'numpy' has no attribute 'float'", "another version of numpy"),
         (LOST, "not there: data-path (data/train.zarr); put it there, or say with --set"),
+        ("SyntaxError: invalid syntax (helper.py:1).", "mend that line, which Python 3"),
+        ("EOFError: EOF when reading a line (a.py:3).", "it asks a question on a terminal"),
         ("ValueError: 3", "give the arguments that it needs after --; a.sh:1 starts it with `x`"),
     ],
 )
@@ -65,8 +67,20 @@ def test_a_file_that_the_repository_makes(tmp_path: Path, *, made: bool) -> None
 
 
 def test_a_package_is_called_as_pip_knows_it(tmp_path: Path) -> None:
-    assert how_to_install(["sklearn", "zarr"], tmp_path) == "install scikit-learn, zarr"
+    assert how_to_install(["sklearn", "zarr"], tmp_path) == "`pip install scikit-learn zarr`"
     (tmp_path / "requirements.txt").write_text("scikit-learn\n")
-    assert how_to_install(["cv2"], tmp_path) == (
-        "install opencv-python-headless, or all of requirements.txt"
+    assert how_to_install(["cv2"], tmp_path, ["cv2", "yaml"]) == (
+        "`pip install opencv-python-headless`, or with all that it imports in some cases:"
+        " `pip install opencv-python-headless pyyaml`; or install all of requirements.txt"
+    )
+
+
+def test_a_script_that_stops_at_one_package_is_told_of_all(tmp_path: Path) -> None:
+    entry = StartScript("a.py", trains=True, reasons=(), maybe_missing=("absent_a", "absent_b"))
+    error = "ModuleNotFoundError: No module named 'absent_b'"
+    settings = ScriptSettings(ARGPARSE, {})
+    advice = what_helps(error, tmp_path, entry, settings, ChosenArguments((), ()))
+    assert advice == (
+        "`pip install absent_b`, or with all that it imports in some cases:"
+        " `pip install absent_b absent_a`"
     )

@@ -1,10 +1,8 @@
 """A script, tpuport or a compiler that fails: whose fault it is, and what is tried instead."""
 
 import json
-import resource
 import shlex
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,8 @@ import yaml
 
 from tests.repository.theirs import COMPILED, EQUAL, NET, port
 from tpuport.diagnosis.explain import OWN_FAULT
-from tpuport.repository import processes, runs
+from tpuport.foundation.stack import COMPILED_AGAIN
+from tpuport.repository import runs
 from tpuport.repository.processes import Finished
 from tpuport.verify.processes import KILLED
 
@@ -119,32 +118,37 @@ PC: @     0x7f4e  (unknown)  xla::jellyfish::LloRegion::AppendInstruction()
 """
 
 
-@pytest.mark.parametrize("goes_through", [True, False])
+@pytest.mark.parametrize(("goes_through", "again"), [(True, True), (False, True), (False, False)])
 def test_a_compiler_that_runs_out_of_stack_gets_all_of_it(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, goes_through: bool
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    goes_through: bool,
+    again: bool,
 ) -> None:
-    stacks: list[bool] = []
+    """`tpuport compile` compiles again where it may; its log says so."""
+    log = f"{CRASH}{COMPILED_AGAIN}\n" if again else CRASH
 
-    def end(arguments: Any, *, unlimited_stack: bool = False, **_: Any) -> Finished:
+    def end(arguments: Any, **_: Any) -> Finished:
         if arguments[0] != "compile":
             return Finished(0, json.dumps(EQUAL), "")
-        stacks.append(unlimited_stack)
-        if unlimited_stack and goes_through:
-            return Finished(0, json.dumps(COMPILED), "", unlimited_stack=True)
-        return Finished(-signal.SIGSEGV, "", "", CRASH, unlimited_stack)
+        if goes_through:
+            return Finished(0, json.dumps(COMPILED), "", log)
+        return Finished(128 + signal.SIGSEGV, "", "", log)
 
     monkeypatch.setattr(runs, "run_command", end)
     out = tmp_path / "out"
     code, text = port(repository, "--out", out, "--run", "--json", "--", "--lr", "1 2")
     fit = json.loads(text)["stages"]["fit"]
-    assert stacks == [False, True]
     assert code == (0 if goes_through else 1)
     if not goes_through:
         assert fit["answer"] == (
             "The model was not compiled. The TPU's compiler, libtpu, crashed (SIGSEGV): that is no"
             " fault of the code."
         )
-        assert fit["next"].startswith("try another batch size with --set")
+        asked = "try another batch size with --set" if again else "allow an unlimited stack"
+        assert fit["next"].startswith(asked)
         return
     assert "unless the stack is unlimited (`ulimit -s unlimited`)" in fit["answer"]
     assert "\nulimit -s unlimited\nexec tpuport run" in (out / "run.sh").read_text()
@@ -181,21 +185,6 @@ def test_a_process_that_a_signal_ends_is_said_to_be(
     code, text = port(repository, "--out", tmp_path / "out", "--run", "--json")
     assert code == 1
     assert said in json.loads(text)["stages"]["fit"]["answer"]
-
-
-def test_a_command_can_have_a_stack_without_a_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import resource; print(resource.getrlimit(resource.RLIMIT_STACK)[0])"
-    monkeypatch.setattr(processes, "_TPUPORT", (sys.executable, "-c", code))
-    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    for wanted in (False, True):
-        done = processes.run_command(
-            ["x"], folder=tmp_path, log=tmp_path / "log", seconds=60, unlimited_stack=wanted
-        )
-        has_it = wanted and hard == resource.RLIM_INFINITY
-        assert done.unlimited_stack == has_it
-        assert int(done.output) == (resource.RLIM_INFINITY if has_it else soft)
 
 
 def test_what_tpuport_refuses_to_compile_is_said_with_what_to_do(

@@ -219,7 +219,7 @@ def test_what_only_rounding_allows_is_said(
         (
             Finished(1, json.dumps({**EQUAL, "passed": False, "programs": 0}), ""),
             "needs you",
-            "nothing of it was ported",
+            "The script ends by itself before it trains",
         ),
         (
             Finished(
@@ -268,7 +268,7 @@ def test_what_a_run_came_to(
     page = (tmp_path / "out" / "report.html").read_text()
     assert ("&lt;note&gt;" in page) == ("no time" in page) == ("no time" in ended.output)
     if "zarr" in ended.tail:
-        assert found["next"] == "install zarr"
+        assert found["next"] == "`pip install zarr`"
     elif ended.tail == REFUSED:
         assert found["next"] == "call the function itself"
     elif ended.tail == RAISED:
@@ -310,6 +310,7 @@ def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
     (tmp_path / "full" / "mine").touch()
     for options, message in [
         ((repository, "--out", tmp_path / "full"), "holds other files"),
+        ((repository, "--out", tmp_path / "full" / "mine" / "a"), "cannot be written to (Not a"),
         ((tmp_path / "none", "--out", tmp_path / "a"), "no folder or script"),
         ((repository, "--entry", "none.py", "--out", tmp_path / "a"), "no script none.py"),
         ((repository, "--for", "v9z-8", "--out", tmp_path / "a"), "no TPU topology 'v9z-8'"),
@@ -323,6 +324,32 @@ def test_wrong_calls(repository: Path, tmp_path: Path) -> None:
     code, text = port(tmp_path / "empty", "--out", tmp_path / "b")
     assert code == 4
     assert "There is no Python file here" in text
+
+
+def test_an_option_of_the_script_is_told_its_place(repository: Path, tmp_path: Path) -> None:
+    options = (repository, "--out", tmp_path / "out")
+    for words in (["--lr", "1"], ["--lr=1"]):
+        code, text = port(*options, *words)
+        said = " ".join(text.replace("│", " ").split())
+        assert code == 2
+        assert "Options of the script go after --, as in `-- --lr`" in said
+    code, text = port(*options, "--lr", "1", "--", "--batch", "3")
+    assert code == 2
+    assert "after --" not in text
+
+
+def test_a_line_that_starts_a_script_otherwise_is_shown(tmp_path: Path) -> None:
+    """A script that requires nothing starts without arguments."""
+    root = tmp_path / "repo"
+    root.mkdir()
+    (root / "train.py").write_text(TRAIN.replace("required=True", "default=1.0"))
+    (root / "net.py").write_text(NET)
+    (root / "README.md").write_text("```\npython train.py --lr 0.1\n```\n")
+    _, text = port(root, "--out", tmp_path / "out", "--json")
+    said = "Here it starts without arguments; README.md:2 starts it with `--lr 0.1`"
+    assert said in json.loads(text)["stages"]["entry"]["answer"]
+    _, text = port(root, "--out", tmp_path / "out", "--json", "--", "--lr", "2")
+    assert "without arguments" not in json.loads(text)["stages"]["entry"]["answer"]
 
 
 def test_entry_points(tmp_path: Path) -> None:
@@ -407,6 +434,48 @@ def test_packages_that_are_imported_in_functions(tmp_path: Path) -> None:
         *("absent_in_condition", "absent_in_inner", "absent_of_other_script"),
         *("absent_own", "absent_unused"),
     )
+
+
+def test_packages_that_modules_import_which_are_imported_in_some_cases(tmp_path: Path) -> None:
+    """All are named at once: those of packages around a module, and of modules in a package."""
+    files = {
+        "run.py": """
+            import models
+            if args.task == "one":
+                from tasks.one import Task
+            else:
+                from tasks import two
+            if __name__ == "__main__":
+                loss.backward()
+            """,
+        "models/__init__.py": "from .nets import deep",
+        "models/nets/__init__.py": "import absent_of_nets",
+        "models/nets/deep.py": "from ...run import x\nfrom ..base import Base",
+        "models/base.py": "import absent_of_base",
+        "tasks/__init__.py": "import absent_of_tasks",
+        "tasks/one.py": "import absent_of_one, helper\nfrom absent_from import name",
+        "tasks/two.py": "import absent_of_two",
+        "helper.py": "def f():\n    import absent_of_helper",
+        "other.py": "import absent_of_other",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    entry = find_scripts(tmp_path, sorted(tmp_path.rglob("*.py")))[0]
+    assert entry.path == "run.py"
+    assert entry.missing == ("absent_of_base", "absent_of_nets")
+    assert entry.maybe_missing == (
+        *("absent_from", "absent_of_helper", "absent_of_one", "absent_of_tasks", "absent_of_two"),
+    )
+
+
+def test_packages_for_cuda_are_not_missing(tmp_path: Path) -> None:
+    """`tpuport run` has some, and an import finds a stand-in for the others."""
+    text = (
+        "import flash_attn, torch_xla, triton.language, absent_here\nfor x in y:\n    z.backward()"
+    )
+    (tmp_path / "train.py").write_text(text)
+    assert find_scripts(tmp_path, [tmp_path / "train.py"])[0].missing == ("absent_here",)
 
 
 STRAYS = {

@@ -1,5 +1,6 @@
 """Tracing, lowering and compiling for a TPU that need not be present."""
 
+import contextlib
 import re
 import time
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from tpuport.aot.crashes import crash_explained
 from tpuport.aot.entry_points import EntryPoint
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 
@@ -86,8 +88,10 @@ def compile_ahead(step: EntryPoint, mesh: Mesh, options: dict[str, Any] | None =
     start, then = then, time.perf_counter()
     seconds["lower"] = then - start
     compiled = too_large = None
+    platform = mesh.devices.flat[0].platform
     try:
-        compiled = lowered.compile(compiler_options=options or None)
+        with crash_explained() if platform == "tpu" else contextlib.nullcontext():
+            compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         too_large = parse_too_large(str(error))
         if too_large is None:

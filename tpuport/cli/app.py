@@ -25,6 +25,7 @@ from tpuport.cli import (
     warmup,
 )
 from tpuport.cli._common import FAILED, WRONG_CALL, errors_as_exit_codes, printable
+from tpuport.cli._script_command import ScriptCommand
 from tpuport.foundation.version import __version__
 
 __all__ = ["FAILED", "WRONG_CALL", "app"]
@@ -68,14 +69,14 @@ def main(
             typer.echo(printable(line))
 
 
-app.command()(port.port)
+app.command(cls=ScriptCommand)(port.port)
 app.command()(lint.lint)
 app.command()(rewrite.rewrite)
 app.command()(rules.rules)
 app.command()(rules.explain)
 # Everything after the script's name belongs to the script, options included.
 app.command(context_settings={"allow_interspersed_args": False})(run.run)
-app.command()(verify.verify)
+app.command(cls=ScriptCommand)(verify.verify)
 app.command()(verify_port.verify_port)
 app.command()(warmup.warmup)
 app.command("compile")(compile.compile_)

@@ -13,6 +13,7 @@ from tpuport.cli._common import (
     has_color,
     say,
 )
+from tpuport.cli._supervised import supervise
 from tpuport.foundation.errors import UsageError
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def compile_(
     options. The model may also be the result of tpuport.training.make_train_step.
     Exit code 3 means that it does not fit.
     """
+    supervise("compile")
     with errors_as_exit_codes("tpuport compile"):
         given = {
             "mesh": _sizes(mesh),

@@ -21,9 +21,10 @@ from typing import Any
 
 from tpuport.compat.emulated.installed import InForce
 from tpuport.compat.emulated.settings import active
-from tpuport.compat.imports.missing_packages import StandInModule, is_cuda_only
+from tpuport.compat.imports.missing_packages import StandInModule
 from tpuport.compat.imports.optional_imports import copes, importing_frame
 from tpuport.compat.packages._package import Package, find_packages
+from tpuport.foundation.cuda_only import is_cuda_only
 from tpuport.foundation.patching.shim import REPLACED, Replacement
 from tpuport.foundation.user_frames import is_inside
 

@@ -36,7 +36,13 @@ class Found:
     problems: tuple[Problem, ...]
 
 
-def find_files(paths: Sequence[str], settings: Settings, *, force_exclude: bool = False) -> Found:
+def find_files(
+    paths: Sequence[str],
+    settings: Settings,
+    *,
+    force_exclude: bool = False,
+    inside: Path | None = None,
+) -> Found:
     """Find the files that paths lead to.
 
     Files and folders given by name are taken even if excludes or .gitignore files match them.
@@ -46,11 +52,12 @@ def find_files(paths: Sequence[str], settings: Settings, *, force_exclude: bool 
         settings: Settings with the excludes.
         force_exclude: Whether excludes apply to files given by name too, as a pre-commit hook
             needs it.
+        inside: A folder out of which no link is followed.
 
     Raises:
         UsageError: a path does not exist, or a pattern matches nothing.
     """
-    walk = _Walk(settings)
+    walk = _Walk(settings, inside)
     for given in paths:
         for path in _expanded(given):
             if path.is_dir():
@@ -114,8 +121,9 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
 class _Walk:
     """Collector of files. It follows links to folders, and takes each file and folder once."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, inside: Path | None = None) -> None:
         self.files: dict[str, Path] = {}
+        self._inside = None if inside is None else os.path.realpath(inside)
         self._folders: set[str] = set()
         self.problems: list[Problem] = []
         patterns = DEFAULT_EXCLUDE if settings.exclude is None else settings.exclude
@@ -128,10 +136,19 @@ class _Walk:
     def file(self, path: Path) -> None:
         """Add a file that is given by name."""
         path = Path(os.path.normpath(path))
+        real = os.path.realpath(path)
         if path.exists() and not path.is_file():
             self._problem(path, "not a regular file")
-        else:
-            self.files.setdefault(os.path.realpath(path), path)
+        elif not self._leads_out(path, real):
+            self.files.setdefault(real, path)
+
+    def _leads_out(self, path: Path, real: str) -> bool:
+        """Report a link that leads out of the folder whose files are wanted."""
+        inside = self._inside
+        if inside is None or real == inside or real.startswith(inside.rstrip(os.sep) + os.sep):
+            return False
+        self._problem(path, f"a link out of {Path(inside).name}, not followed", Trouble.SKIPPED)
+        return True
 
     def folder(self, path: Path) -> None:
         """Add the files of a folder, and then those behind links in it."""
@@ -148,7 +165,7 @@ class _Walk:
             if real in visit.above:
                 reason = "a link to a folder around it, not followed"
                 self._problem(visit.folder, reason, Trouble.SKIPPED)
-            elif real not in self._folders:
+            elif real not in self._folders and not self._leads_out(visit.folder, real):
                 self._folders.add(real)
                 inside = replace(visit, above=(*visit.above, real))
                 inner = list(self._entries(inside))

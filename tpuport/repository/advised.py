@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from itertools import zip_longest
@@ -10,6 +11,7 @@ from pathlib import Path
 from tpuport.repository.packages import how_to_install
 from tpuport.repository.scripts import StartScript, shown_launches
 from tpuport.repository.sizes import ChosenArguments, ScriptSettings
+from tpuport.repository.texts import read_text
 
 # As Python shows it, or inside of another error.
 _ABSENT = re.compile(r"ModuleNotFoundError(?:: |\([\"'])No module named \\?'([\w.]+)\\?'")
@@ -22,6 +24,26 @@ _LOST = re.compile(
     r"NotFound|No such file|not found|nothing found|does(?: not|n't) exist|not a directory", re.I
 )
 _NO_FILE = re.compile(r"FileNotFoundError: \[Errno 2\] No such file or directory: '([^']+)'")
+_PLAIN = (
+    (
+        re.compile(r"^(Syntax|Indentation|Tab)Error:"),
+        f"mend that line, which Python {sys.version_info.major}.{sys.version_info.minor} does not"
+        " take",
+    ),
+    (
+        re.compile(r"^EOFError\b"),
+        "it asks a question on a terminal, and has none: let it take the answer as an argument",
+    ),
+    (
+        re.compile(r"URLError|gaierror|Name or service not known|Connection(Refused|Reset)?Error"),
+        "it fetches something, and did not reach it from here: put the file where it looks for it,"
+        " or call again where the network is",
+    ),
+    (
+        re.compile(r"^PermissionError:|Permission denied|[Rr]ead-only file system"),
+        "let it write below the repository only, by its arguments or --set: elsewhere it may not",
+    ),
+)
 _PINS = ("*requirements*.txt", "*environment*.y*ml", "docker/*requirements*.txt")
 _PIN = re.compile(r"^[\s-]*([A-Za-z0-9][\w.-]*)\s*==?\s*(\d[\w.]*)", re.MULTILINE)
 _WRITTEN = re.compile(r"out|log|save|result|checkpoint|ckpt|wandb")
@@ -46,7 +68,10 @@ def what_helps(
     absent = _ABSENT.search(error)
     package = absent[1].partition(".")[0] if absent else ""
     if package and importlib.util.find_spec(package) is None:
-        return how_to_install([package], root)
+        return how_to_install([package], root, entry.maybe_missing)
+    for pattern, advice in _PLAIN:
+        if pattern.search(error):
+            return advice
     if advice := _other_version(error, root):
         return advice
     lost = [f"{name} ({value})" for name, value in _not_there(root, settings, chosen)]
@@ -71,7 +96,7 @@ def _absent_file(error: str, root: Path, entry: StartScript) -> str:
         place
         for path in sorted(root.rglob("*.py"))
         if (place := path.relative_to(root).as_posix()) != entry.path
-        and quoted.search(path.read_text(errors="replace"))
+        and quoted.search(read_text(path))
     ]
     made = f"; {', '.join(named[:3])} may make it: run that first" if named else ""
     return f"it reads {found[1]}, which is not there: put it there{made}"
@@ -95,7 +120,7 @@ def _other_version(error: str, root: Path) -> str:
 def _pinned(root: Path, name: str) -> Iterator[tuple[str, str]]:
     wanted = name.lower().replace("_", "-")
     for path in sorted(one for pattern in _PINS for one in root.glob(pattern)):
-        for match in _PIN.finditer(path.read_text(errors="replace")):
+        for match in _PIN.finditer(read_text(path)):
             if match[1].lower().replace("_", "-") == wanted:
                 yield path.relative_to(root).as_posix(), match[2]
 

@@ -2,13 +2,15 @@
 
 This file is copied beside its settings, `before.json`, and run by itself, in eager PyTorch and
 under a port alike. Files that a script cannot find are made up, the same ones in each run. Writes
-outside of the folders that it may write to are refused. What was made up, refused, started or
-called is written to `seen.jsonl` in the folder of the run.
+outside of the folders that it may write to are refused: by Python, which can say so, and where
+Linux can, by it, which C++ and other processes cannot get around. What was made up, refused,
+started or called is written to `seen.jsonl` in the folder of the run.
 
 It is no sandbox: code that wants to get around it can.
 """
 
 import builtins
+import contextlib
 import gzip
 import hashlib
 import importlib
@@ -25,6 +27,8 @@ from typing import Any
 
 import numpy as np
 
+from tpuport.repository.landlock import refuse_writes_outside
+
 _MOST_OF_A_KIND = 40
 _NUMBERS = 1 << 18
 # Every vocabulary has as many tokens, and every set of classes ten.
@@ -40,8 +44,10 @@ _CHANGES = {
     "os.chmod", "os.chown", "shutil.rmtree", "shutil.move",
 }  # fmt: skip
 # What libraries write wherever they are used.
-_CACHES = ("~/.cache", "~/.config/matplotlib", "~/.triton", "/dev", "/proc/self")
-_CACHES += tuple(
+_CACHES = ("~/.config/matplotlib", "~/.triton", "/dev", "/proc/self")
+# Those that are made if they are not there: Linux allows no place that is not.
+_MADE = ("~/.cache",)
+_MADE += tuple(
     os.environ[n] for n in ("HF_HOME", "TORCH_HOME", "XDG_CACHE_HOME") if n in os.environ
 )
 _PROCESSES = {"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec", "os.fork"}
@@ -71,7 +77,7 @@ class SeenRun:
 
     def __init__(self, folder: Path, writable: Sequence[str]) -> None:
         self.folder = folder
-        folders = (*writable, *_CACHES, folder, tempfile.gettempdir())
+        folders = (*writable, *_CACHES, *_MADE, folder, tempfile.gettempdir())
         self.writable = tuple(os.path.realpath(os.path.expanduser(path)) for path in folders)
         self.known: dict[str, set[str]] = {}
         self.busy = False
@@ -142,7 +148,7 @@ class SeenRun:
         if not isinstance(path, (str, os.PathLike)) or os.path.exists(path):
             return path
         name = os.fspath(path)
-        digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:12]
         target = self.folder / "made-up" / f"{digest}{suffix}"
         if not target.exists():
             target.parent.mkdir(exist_ok=True)
@@ -201,7 +207,7 @@ class MadeUpBytes(io.BytesIO):
     """Random characters, as many as a text has, or as the first read asks for if that is more."""
 
     def __init__(self, name: str) -> None:
-        self._random = np.random.default_rng(list(name.encode()))
+        self._random = np.random.default_rng(list(os.fsencode(name)))
         super().__init__(self._picked(_TEXT_SIZE))
 
     def _picked(self, count: int) -> bytes:
@@ -384,6 +390,20 @@ def turn_autocast_off(seen: SeenRun) -> None:
     patched.__init__ = init
 
 
+def check_saved_files(seen: SeenRun) -> None:
+    """Say which file `torch.save` may not write: it opens files in C++."""
+    import torch
+
+    place: Any = torch
+    real = place.save
+
+    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        seen.check(f)
+        real(obj, f, *args, **kwargs)
+
+    place.save = save
+
+
 def load_in_one_process(seen: SeenRun) -> None:
     """Let data loaders have no processes of their own, and nothing that needs some."""
     from torch.utils.data import DataLoader
@@ -481,6 +501,7 @@ def prepare() -> SeenRun:
     if not settings["autocast"]:
         turn_autocast_off(seen)
     modules = dict(_MODULES) if settings["made_up"] else {}
+    modules["torch"] = check_saved_files
     if settings["quiet"]:
         modules["wandb"] = send_no_run
     if settings["made_up"]:
@@ -489,7 +510,11 @@ def prepare() -> SeenRun:
         stand_in_for_archives(seen)
     finder: Any = AfterImports(seen, modules)
     sys.meta_path.insert(0, finder)
+    for cache in _MADE:
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.expanduser(cache), exist_ok=True)
     sys.addaudithook(seen.watch)
+    refuse_writes_outside(seen.writable)
     return seen
 
 

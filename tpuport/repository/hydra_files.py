@@ -10,6 +10,7 @@ from typing import Any
 
 from tpuport.repository.path_expressions import path_of
 from tpuport.repository.scripts import StartScript
+from tpuport.repository.texts import read_text
 
 _TARGET = re.compile(r"(?:^|[{,])\s*_target_:\s*['\"]?([A-Za-z_][\w.]*)", re.MULTILINE)
 _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
@@ -66,7 +67,7 @@ class HydraConfig:
         return list(dict.fromkeys(names))
 
     def _texts(self) -> Iterator[str]:
-        return (file.read_text(errors="replace") for _, file in self.parts)
+        return (read_text(file) for _, file in self.parts)
 
 
 def launched_words(script: Path, entry: StartScript) -> tuple[list[str], str]:
@@ -219,7 +220,7 @@ class _Composer:
         if (package, file) in self._known:
             return
         self._known.add((package, file))
-        header = _PACKAGE.search(file.read_text(errors="replace"))
+        header = _PACKAGE.search(read_text(file))
         if header is not None and header[1] != "_group_":
             package = header[1].removeprefix("_global_").lstrip(".")
         found = _read_yaml(file)
@@ -279,7 +280,7 @@ def _read_once(file: Path, changed: int) -> Any:
     # Lists of tens of thousands of recordings are read in a fraction of a second.
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        return yaml.load(file.read_text(errors="replace"), loader)
+        return yaml.load(read_text(file), loader)
     except (ValueError, yaml.YAMLError):
         return None
 

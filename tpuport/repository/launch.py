@@ -37,8 +37,9 @@ _STACK = "ulimit -s unlimited"
 
 _RUN = """\
 #!/bin/sh
-# Starts the script; call it in the folder of the repository.
+# Starts the script, in this folder if it is here, else in the repository that was read.
 set -eu
+[ -e {script} ] || cd {root}
 {blanks}exec {command}
 """
 
@@ -146,6 +147,7 @@ def write_launch_files(
         UsageError: there is no such slice.
     """
     topology = find_topology(name)
+    places = {"script": shlex.quote(words[0]), "root": shlex.quote(str(root.resolve()))}
     words = ["tpuport", "run", *options, *words]
     command = " ".join(_shell_word(word, blanks) for word in words)
     asked = "".join(_asked(blank) for blank in blanks)
@@ -153,12 +155,12 @@ def write_launch_files(
         asked += f"# libtpu crashes on this model otherwise.\n{_STACK}\n"
         words = ["sh", "-c", f"{_STACK} && exec {shlex.join(words)}"]
     files = {
-        "run.sh": _RUN.format(command=command, blanks=asked),
+        "run.sh": _RUN.format(command=command, blanks=asked, **places),
         **_launch_files(root, out, topology, words, blanks),
     }
     for file, text in files.items():
         mode = 0o755 if file.endswith(".sh") else None
-        write_atomically(out / file, text.encode(), mode=mode)
+        write_atomically(out / file, text.encode(errors="surrogateescape"), mode=mode)
     return list(files)
 
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from tpuport.diagnosis.explain import OWN_FAULT
+from tpuport.foundation.stack import COMPILED_AGAIN, is_segmentation_fault
 from tpuport.verify.processes import KILLED
 
 TELL = "please report it with the script"
@@ -74,8 +75,13 @@ def around_a_fault(log: str) -> str:
 
 
 def overflowed(status: int | None, log: str) -> bool:
-    """Return whether the TPU's compiler ended a process for want of stack."""
-    return status in _statuses(signal.SIGSEGV) and _OVERFLOW in log
+    """Return whether the TPU's compiler ended a process for want of stack, and nothing helped."""
+    return is_segmentation_fault(status) and _OVERFLOW in log and not needed_stack(log)
+
+
+def needed_stack(log: str) -> bool:
+    """Return whether a program was compiled again with a stack without a limit."""
+    return COMPILED_AGAIN in log
 
 
 def how_it_died(status: int | None, log: str) -> str:

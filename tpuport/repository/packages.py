@@ -26,12 +26,19 @@ _NAME_ON_PYPI = {
 _LIST = "requirements.txt"
 
 
-def how_to_install(names: Sequence[str], root: Path) -> str:
-    """Return what to do about packages that are missing here.
+def how_to_install(names: Sequence[str], root: Path, others: Sequence[str] = ()) -> str:
+    """Return what to do about packages that are missing here, all at once.
 
     Args:
         names: The names by which a script imports them.
         root: The folder of its repository.
+        others: The names of those that it imports in some cases.
     """
-    ask = f"install {', '.join(_NAME_ON_PYPI.get(name, name) for name in names)}"
-    return f"{ask}, or all of {_LIST}" if (root / _LIST).is_file() else ask
+    ask = _command(names)
+    if others := [name for name in others if name not in names]:
+        ask += f", or with all that it imports in some cases: {_command([*names, *others])}"
+    return f"{ask}; or install all of {_LIST}" if (root / _LIST).is_file() else ask
+
+
+def _command(names: Sequence[str]) -> str:
+    return f"`pip install {' '.join(_NAME_ON_PYPI.get(name, name) for name in names)}`"

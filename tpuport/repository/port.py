@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -97,7 +98,14 @@ def port_repository(wanted: PortRequest, tell: Callable[[str], None]) -> Reposit
     project = read_repository(wanted)
     settings = project.arguments  # a wrong --set is said before anything is written
     del settings
-    wanted.out.mkdir(parents=True, exist_ok=True)
+    try:
+        wanted.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=wanted.out):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{wanted.out} cannot be written to ({error.strerror}). Name another folder with --out."
+        ) from None
     known, digest = read_stages(wanted.out), project.digest()
     waiting = {n: StageRecord(n, NOT_ASKED, "read", "This was not reached.") for n in STAGES}
     report = RepositoryReport(
@@ -128,7 +136,7 @@ def _launched(project: Repository, slice_name: str, *, unlimited_stack: bool) ->
         return {}
     chosen = project.arguments
     written = write_launch_files(
-        *(wanted.root, wanted.out, [entry.path, *chosen.launched]),
+        *(wanted.root, wanted.out, [entry.word, *chosen.launched]),
         *(wanted.run_options, slice_name, chosen.blanks),
         unlimited_stack=unlimited_stack,
     )

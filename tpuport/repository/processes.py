@@ -8,16 +8,9 @@ from pathlib import Path
 from typing import IO
 
 from tpuport.foundation.guarded import run_guarded
+from tpuport.verify.processes import last_lines
 
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()")
-# A limit counts for the threads of a process only if it has been there from its start.
-_WITH_STACK = """
-import os, resource, sys
-hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
-resource.setrlimit(resource.RLIMIT_STACK, (hard, hard))
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-_TAIL = 25
 
 
 @dataclass(frozen=True)
@@ -29,14 +22,12 @@ class Finished:
         output: What it wrote to standard output.
         tail: The last lines of what it wrote to standard error.
         log: All of that.
-        unlimited_stack: Whether it had a stack without a limit.
     """
 
     status: int | None
     output: str
     tail: str
     log: str = ""
-    unlimited_stack: bool = False
 
 
 def run_command(
@@ -46,7 +37,6 @@ def run_command(
     log: Path,
     seconds: float,
     environment: Mapping[str, str] | None = None,
-    unlimited_stack: bool = False,
 ) -> Finished:
     """Run a command of tpuport, and stop it and all that it started after some time.
 
@@ -58,18 +48,13 @@ def run_command(
         log: The file for what it wrote to standard error.
         seconds: The time that it may take.
         environment: Variables for it, besides those of this process.
-        unlimited_stack: Whether its stack is to have no limit, if this process may say so.
     """
-    unlimited_stack = unlimited_stack and _may_have_any_stack()
-    command = (*_TPUPORT, *arguments)
-    if unlimited_stack:
-        command = (sys.executable, "-c", _WITH_STACK, *command)
     # A short name: sockets of worker processes are there, and their paths have a limit.
     temporary = tempfile.mkdtemp(prefix="tpuport-")
     # Not in the folder of results: the command may look for files that the script wrote.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         status = run_guarded(
-            command,
+            (*_TPUPORT, *arguments),
             stdout=out,
             stderr=err,
             seconds=seconds,
@@ -79,14 +64,7 @@ def run_command(
         )
         output, errors = _text(out), _text(err)
     log.write_text(errors)
-    tail = "\n".join(errors.splitlines()[-_TAIL:])
-    return Finished(status, output, tail, errors, unlimited_stack)
-
-
-def _may_have_any_stack() -> bool:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_STACK)[1] == resource.RLIM_INFINITY
+    return Finished(status, output, last_lines(errors), errors)
 
 
 def _text(file: IO[bytes]) -> str:

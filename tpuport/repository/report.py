@@ -110,7 +110,7 @@ class RepositoryReport:
     def save(self, folder: Path) -> None:
         """Write `report.json` and `report.html`."""
         write_atomically(folder / "report.json", self.to_json().encode())
-        write_atomically(folder / "report.html", self.to_html().encode())
+        write_atomically(folder / "report.html", self.to_html().encode(errors="backslashreplace"))
 
 
 def read_stages(folder: Path) -> dict[str, StageRecord]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tpuport.foundation.reporting.markup import plural
 from tpuport.repository.advised import what_helps
 from tpuport.repository.batches import written_batches
 from tpuport.repository.capture import SETTINGS, SHARE
@@ -23,6 +24,7 @@ from tpuport.repository.logs import (
     is_own_fault,
     last_error,
     last_line,
+    needed_stack,
     overflowed,
     remedy,
 )
@@ -39,7 +41,14 @@ from tpuport.repository.stages import (
     StageRecord,
 )
 from tpuport.verify.hub import OFFLINE
-from tpuport.verify.processes import KILLED, MORE_TIME, TRAINED
+from tpuport.verify.processes import (
+    KILLED,
+    MORE_TIME,
+    NO_REFERENCE,
+    TRAINED,
+    ended_by_signal,
+    last_lines,
+)
 
 _WORK = "work"
 _TRIALS = 4
@@ -47,6 +56,8 @@ _TRIALS = 4
 _WHOLE = 0.99
 # What libraries would do unasked: send a run to a service, open a window, shorten a traceback.
 _QUIET = {"WANDB_MODE": "disabled", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1"}
+# libtpu would write its logs where it may not, and say so in each line.
+_QUIET["TPU_LOG_DIR"] = "disabled"
 _REPORT = f"it is more than rounding: {TELL}"
 _KINDS = (
     "made up",
@@ -58,6 +69,7 @@ _KINDS = (
     "batches",
     "terminal",
     "hub offline",
+    "not copied",
 )
 
 
@@ -71,6 +83,7 @@ class Workspace:
         before: The file that is executed before the script.
         hub_offline: Why the Hugging Face hub cannot be reached, if so.
         variables: Environment variables that are made up.
+        unread: Files of the repository that could not be copied.
     """
 
     folder: Path
@@ -78,6 +91,7 @@ class Workspace:
     before: Path
     hub_offline: str = ""
     variables: tuple[tuple[str, str], ...] = ()
+    unread: tuple[str, ...] = ()
 
     def environment(self) -> dict[str, str]:
         """Return variables for a process that runs the script."""
@@ -95,6 +109,7 @@ class Workspace:
         found: dict[str, list[dict[str, str]]] = {kind: [] for kind in _KINDS}
         if self.hub_offline:
             found["hub offline"].append({"what": self.hub_offline, "instead": "HF_HUB_OFFLINE=1"})
+        found["not copied"] = [{"what": name, "instead": ""} for name in self.unread]
         try:
             lines = (folder / "seen.jsonl").read_text().splitlines()
         except OSError:
@@ -121,7 +136,7 @@ def prepare_workspace(project: Repository, batches: Sequence[int] = ()) -> Works
     folder = (wanted.out / _WORK).resolve()
     folder.mkdir(exist_ok=True)
     copy = folder / "copy"
-    copy_repository(wanted.root, copy, without=wanted.out)
+    unread = copy_repository(wanted.root, copy, without=wanted.out)
     target = folder / "before.py"
     shutil.copy(Path(__file__).with_name("before.py"), target)
     settings = {
@@ -133,7 +148,9 @@ def prepare_workspace(project: Repository, batches: Sequence[int] = ()) -> Works
         "quiet": "WANDB_MODE" not in os.environ,
     }
     target.with_suffix(".json").write_text(json.dumps(settings))
-    return Workspace(folder, copy, target, project.hub_offline, project.arguments.variables)
+    return Workspace(
+        *(folder, copy, target, project.hub_offline, project.arguments.variables, tuple(unread))
+    )
 
 
 def verify_stage(project: Repository) -> StageRecord:
@@ -142,7 +159,7 @@ def verify_stage(project: Repository) -> StageRecord:
     if entry is None or entry.missing or chosen.lacking:
         return StageRecord("verify", NOT_ASKED, "run", "Nothing was run: see `entry`.")
     arguments = chosen.full if wanted.full_size else chosen.small
-    command = ["verify", entry.path, "--steps", str(wanted.steps), "--json"]
+    command = ["verify", entry.word, "--steps", str(wanted.steps), "--json"]
     command += [f"--run-option={option}" for option in wanted.run_options]
     command += ["--", *arguments] if arguments else []
     shown = f"tpuport {shlex.join(command)}"
@@ -167,9 +184,11 @@ def verify_stage(project: Repository) -> StageRecord:
     smaller += [f"batches: {one['what']} to {one['instead']}" for one in seen["batches"]]
     if smaller:
         result["smaller"] = smaller
-    made_steps = (results / "ported" / "record.json").exists()
-    record = _verified(ended, result, project, entry, made_steps=made_steps)
-    project.has_no_model = record.state == NEEDS_YOU and not _has_trained(work)
+    made = [side for side in ("eager", "ported") if (results / side / "record.json").exists()]
+    made += ["began"] if (results / "ported").exists() else []
+    trained = _has_trained(work)
+    record = _verified(ended, result, project, entry, made, trained=trained)
+    project.has_no_model = record.state == NEEDS_YOU and not trained
     return record
 
 
@@ -208,13 +227,16 @@ def _log(work: Workspace, results: Path, ended: Finished) -> str:
     """Return the last lines of the run that was the last, or of the command itself."""
     for side in ("ported", "eager"):
         file = results / side / "output.txt"
-        if ended.status != 0 and file.is_file() and (text := _tail(file)):
-            return work.without_paths(text)
+        text = _end_of(file) if file.is_file() else ""
+        if ended.status != 0 and text.strip():
+            return work.without_paths(last_lines(text))
     return work.without_paths(ended.tail)
 
 
-def _tail(file: Path, lines: int = 25) -> str:
-    return "\n".join(file.read_text(errors="replace").rstrip().splitlines()[-lines:])
+def _end_of(file: Path, most: int = 1 << 20) -> str:
+    with file.open("rb") as opened:
+        opened.seek(max(0, file.stat().st_size - most))
+        return opened.read().decode(errors="replace")
 
 
 def _verified(
@@ -222,8 +244,9 @@ def _verified(
     result: dict[str, Any],
     project: Repository,
     entry: StartScript,
+    made: Sequence[str],
     *,
-    made_steps: bool,
+    trained: bool,
 ) -> StageRecord:
     found, wanted = _json(ended.output), project.wanted
     refused = [one["what"] for one in result["seen"]["refused write"]]
@@ -231,15 +254,8 @@ def _verified(
         answer = f"The script writes outside of the repository, which is refused: {refused[0]}."
         ask = "let it write below the repository, by its arguments or --set"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
-    if ended.status is None and made_steps:
-        answer = "Both runs made their steps; what they gave was not compared in"
-        answer += f" {wanted.most_minutes:g} minutes."
-        ask = "give more time with --minutes"
-        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if ended.status is None:
-        answer = f"The script did not make {wanted.steps} steps in {wanted.most_minutes:g} minutes."
-        ask = "give the script smaller sizes after -- or with --set, or more time with --minutes"
-        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+        return _out_of_time(result, wanted, made)
     if ended.status == 2 or found is None:
         return _fails_alone(ended, result, project, entry)
     result["verification"] = found
@@ -248,6 +264,11 @@ def _verified(
     if not found["programs"]:
         answer = "The script runs, and nothing of it was ported: it calls no module on CUDA."
         ask = "give the argument with which it uses CUDA after --, or with --set"
+        if entry.trains and not trained:
+            answer = "The script ends by itself before it trains: it called no `backward()`, and no"
+            answer += " module on CUDA."
+            ask = "give the arguments with which it trains after --, or with --set; the end of its"
+            ask += " output may say why it ends"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     if found["undecided"]:
         return _undecided(found, result)
@@ -260,6 +281,26 @@ def _verified(
     answer = f"Losses, gradients, parameters and states of {wanted.steps} steps equal eager"
     answer += f" PyTorch's{rounding}{_on_what(result)}."
     return StageRecord("verify", DONE, "run", answer, "", result)
+
+
+def _out_of_time(result: dict[str, Any], wanted: PortRequest, made: Sequence[str]) -> StageRecord:
+    """Say what a comparison came to that was stopped.
+
+    Args:
+        result: Its details.
+        wanted: What was asked for.
+        made: The runs that made their steps, and `began` if the ported one has begun.
+    """
+    minutes = f"{wanted.most_minutes:g} minutes"
+    answer = f"The script did not make {plural(wanted.steps, 'step')} in {minutes}."
+    ask = "give the script smaller sizes after -- or with --set, or more time with --minutes"
+    if "ported" in made:
+        answer = f"Both runs made their steps; what they gave was not compared in {minutes}."
+        ask = "give more time with --minutes"
+    elif made and "began" not in made:
+        answer = f"The script made its steps, and then did not end in {minutes}."
+        ask = "let it end: a thread, or what runs at its exit, may wait for something"
+    return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
 
 
 def _fails_ported(found: dict[str, Any], result: dict[str, Any]) -> StageRecord:
@@ -299,9 +340,22 @@ def _fails_alone(
         answer += f": {error}"
         ask = remedy(result["log"]) or f"see the end of its output; if that is no help, {TELL}"
         return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
-    answer += f": {error}" if error else "."
+    if "(exit status 0)" in ended.tail:
+        answer = "The script ends by itself, without an error and before its steps are recorded"
+    answer += f": {error}" if error else f"{_how_it_ended(ended, result['log'])}."
     ask = what_helps(error, project.wanted.root, entry, project.settings_of_entry, chosen)
     return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
+
+
+def _how_it_ended(ended: Finished, log: str) -> str:
+    """Return how a script ended that showed no error: its status, and what it printed last."""
+    if by_signal := ended_by_signal(ended.status):
+        return f", and the comparison with it: {by_signal.rstrip('.')}"
+    status = re.search(r"exit status (-?\d+)", ended.tail)
+    said = [status[0]] if status and not status[1].startswith("-") else []
+    if NO_REFERENCE not in log and (line := last_line(log)):  # else the script said nothing
+        said.append(f"it ends with: {line.rstrip('.')}")
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _killed(answer: str, result: dict[str, Any]) -> StageRecord:
@@ -364,7 +418,7 @@ def fit_stage(project: Repository) -> StageRecord:
             "slice": name,
             "log": work.without_paths(ended.tail),
             "seen": work.seen(work.folder / "compile"),
-            "needs_stack": ended.unlimited_stack,
+            "needs_stack": needed_stack(ended.log),
         }
         found = _json(ended.output)
         if found is None:
@@ -403,19 +457,13 @@ def _compile(
     file.write_text(json.dumps(settings))
     page = folder / "compile.html"
 
-    def compile_(*, unlimited_stack: bool) -> Finished:
-        return run_command(
-            ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
-            folder=work.copy,
-            log=work.folder / "compile.log",
-            seconds=60 * wanted.most_minutes,
-            environment={**work.environment(), SETTINGS: str(file)},
-            unlimited_stack=unlimited_stack,
-        )
-
-    ended = compile_(unlimited_stack=False)
-    if overflowed(ended.status, ended.log):
-        ended = compile_(unlimited_stack=True)
+    ended = run_command(
+        ["compile", target, "--topology", name, "--json", "--quick", "--out", str(page)],
+        folder=work.copy,
+        log=work.folder / "compile.log",
+        seconds=60 * wanted.most_minutes,
+        environment={**work.environment(), SETTINGS: str(file)},
+    )
     if page.is_file():
         os.replace(page, wanted.out / "compile.html")
     return ended
@@ -448,7 +496,7 @@ def _not_compiled(ended: Finished, result: dict[str, Any], wanted: PortRequest) 
 def _around_a_crash(ended: Finished) -> str:
     """Return what to do about a process that crashed while it compiled."""
     ask = "try another batch size with --set, another slice with --for, or another libtpu"
-    if overflowed(ended.status, ended.log) and not ended.unlimited_stack:
+    if overflowed(ended.status, ended.log):
         ask = f"allow an unlimited stack (`ulimit -Hs unlimited`, by root) and call again; or {ask}"
     return f"{ask}; {TELL}"
 

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from tpuport.foundation.cuda_only import is_cuda_only
+from tpuport.repository.texts import read_text
 from tpuport.verify.imports import (
     imported_names,
     later_names,
-    own_module,
     parse_file,
     reached,
     started_names,
@@ -33,6 +34,10 @@ _ASSIGNED = re.compile(
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 # Where a command of a shell ends.
 _ENDS = re.compile(r"\d?>{1,2}.*|&>.*|[|&;<]{1,2}|\d>&\d")
+# What `tpuport run` has in place of packages for CUDA.
+_PROVIDED = {
+    path.stem for path in Path(__file__).parents[1].joinpath("compat", "packages").glob("[!_]*.py")
+}
 _HELPERS = {"tests", "test", "docs", "scripts", "tools", "examples", "third_party", "setup"}
 
 
@@ -79,6 +84,11 @@ class StartScript:
     packages: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     maybe_missing: tuple[str, ...] = ()
+
+    @property
+    def word(self) -> str:
+        """Return the path as a word of a command, which takes no dash at its start for a name."""
+        return f"./{self.path}" if self.path.startswith("-") else self.path
 
 
 @dataclass
@@ -166,12 +176,7 @@ def _with_packages(
 ) -> StartScript:
     start = root / script.path
     names = sorted(path.relative_to(root).as_posix() for path in modules if path != start)
-    later = {
-        name
-        for path in {start, *modules} & seen.keys()
-        for name in seen[path].later
-        if not name.startswith(".") and own_module(name, path, root) is None
-    }
+    later = _imported_in_some_cases({start, *modules} & seen.keys(), seen, root)
     absent = [_packages(one for one in n if not _installed(one, own)) for n in (imported, later)]
     return replace(
         script,
@@ -180,6 +185,23 @@ def _with_packages(
         modules=tuple(names),
         maybe_missing=tuple(sorted(absent[1] - absent[0])),
     )
+
+
+def _imported_in_some_cases(modules: set[Path], seen: Mapping[Path, _Seen], root: Path) -> set[str]:
+    """Return all that modules may import, also through what they import in some cases only."""
+
+    def imports_of(path: Path) -> set[str]:
+        one = seen.get(path)
+        return one.imports | one.started | one.later if one is not None else set()
+
+    found: set[str] = set()
+    done: set[Path] = set()
+    for module in modules:
+        if module not in done:
+            names, through = reached(module, imports_of(module), imports_of, root)
+            found |= names
+            done |= through
+    return found
 
 
 def shown_launches(entry: StartScript) -> list[str]:
@@ -275,8 +297,11 @@ def _own_names(root: Path, files: Sequence[Path]) -> set[str]:
 
 
 def _installed(name: str, own: set[str]) -> bool:
+    """Return whether an import finds something: a package, a module beside it, or a stand-in."""
     package = name.partition(".")[0]
     if name in own or package in sys.stdlib_module_names or package in sys.builtin_module_names:
+        return True
+    if package in _PROVIDED or is_cuda_only(name):
         return True
     try:
         return importlib.util.find_spec(package) is not None
@@ -288,7 +313,7 @@ def _launches(root: Path) -> dict[str, list[Launch]]:
     """Return the lines that start Python files, by the name of the file."""
     found: dict[str, list[Launch]] = {}
     for path in (path for path in find_texts(root) if path.suffix in _SHELL):
-        text = path.read_text(errors="replace")
+        text = read_text(path)
         values = {m["name"]: m["value"] for m in _ASSIGNED.finditer(text)}
         for number, line in _joined_lines(text):
             launch = _parse(

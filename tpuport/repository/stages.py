@@ -2,8 +2,10 @@
 
 import difflib
 import hashlib
+import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +17,7 @@ from tpuport.foundation.reporting.markup import plural
 from tpuport.foundation.version import __version__
 from tpuport.lint.cache import Cache
 from tpuport.lint.catalogue import known_codes
-from tpuport.lint.files import find_files
+from tpuport.lint.files import find_files, shown_path
 from tpuport.lint.fixing import Change, Request, rewrite_files
 from tpuport.lint.outcome import decide
 from tpuport.lint.records import Checked, Reported
@@ -25,7 +27,13 @@ from tpuport.lint.settings import find_config as find_table
 from tpuport.lint.summary import BLOCKING, summarise
 from tpuport.repository.hydra_files import config_names, find_config
 from tpuport.repository.packages import how_to_install
-from tpuport.repository.scripts import StartScript, add_packages, find_scripts, find_texts
+from tpuport.repository.scripts import (
+    StartScript,
+    add_packages,
+    find_scripts,
+    find_texts,
+    shown_launches,
+)
 from tpuport.repository.sizes import (
     HYDRA,
     ChosenArguments,
@@ -207,8 +215,9 @@ class Repository:
         """Return a digest of the files that are read, and of the version of tpuport."""
         found = hashlib.sha256(__version__.encode())
         for path in (*self.files, *self.others):
-            found.update(path.relative_to(self.wanted.root).as_posix().encode() + b"\0")
-            found.update(hashlib.sha256(path.read_bytes()).digest())
+            found.update(os.fsencode(path.relative_to(self.wanted.root)) + b"\0")
+            with suppress(OSError):  # a link to nothing, or one that may not be read
+                found.update(hashlib.sha256(path.read_bytes()).digest())
         return found.hexdigest()
 
 
@@ -223,9 +232,10 @@ def read_repository(wanted: PortRequest) -> Repository:
     if wanted.entry is not None and not (wanted.root / wanted.entry).is_file():
         raise UsageError(f"There is no script {wanted.entry} in {wanted.root}.")
     settings = load_settings(find_table(wanted.root), start=wanted.root)
-    found = find_files([str(wanted.root)], settings, force_exclude=False)
+    found = find_files([str(wanted.root)], settings, inside=wanted.root)
     inside = wanted.out.resolve()
-    files = [path.resolve() for path in found.files if not path.resolve().is_relative_to(inside)]
+    files = [path.resolve() if path.exists() else path.absolute() for path in found.files]
+    files = [path for path in files if not path.is_relative_to(inside)]
     checked = lint_files(files)
     problems = [str(p) for p in (*found.problems, *(p for one in checked for p in one.problems))]
     scripts = find_scripts(wanted.root, [path for path in files if path.suffix == ".py"])
@@ -271,6 +281,9 @@ def read_stage(project: Repository) -> StageRecord:
     by_itself = sum(item["fix"] != "by hand" for item in todo)
     answer = f"{plural(len(project.files), 'file')}: {share}. {plural(len(todo), 'finding')}"
     answer += f" would break it or change its results; {by_itself} of them are rewritten for you."
+    if unread := result["unread"]:
+        more = f" and {len(unread) - 3} more" if len(unread) > 3 else ""
+        answer += f" Not read: {'; '.join(unread[:3])}{more}."
     return StageRecord("read", DONE, "read", answer, "", result)
 
 
@@ -286,13 +299,18 @@ def entry_stage(project: Repository) -> StageRecord:
     if entry is None:
         answer = "No script of the repository can be started: none has a main part, and no shell"
         answer += " script or document starts one."
-        return StageRecord(
-            "entry", NEEDS_YOU, "read", answer, "name a script with --entry", {"candidates": others}
-        )
+        unread = [_relative(problem, project.wanted.root) for problem in project.problems]
+        ask = "name a script with --entry, or a function that returns a model and its inputs with"
+        ask += " --model file.py:function"
+        if unread:
+            ask = f"mend what cannot be read ({'; '.join(unread[:3])}), or {ask}"
+        return StageRecord("entry", NEEDS_YOU, "read", answer, ask, {"candidates": others})
     chosen = project.arguments
     result = {"script": entry.path, "candidates": others, **asdict(entry)}
     result |= {"settings": project.settings_of_entry.style, "arguments": asdict(chosen)}
     answer = f"{entry.path}: {', '.join(entry.reasons)}."
+    if not chosen.full and (shown := shown_launches(entry)):
+        answer += f" Here it starts without arguments; {shown[0]}, which you can give after --."
     if entry.maybe_missing:
         names = ", ".join(entry.maybe_missing)
         answer += f" Imported in some cases only, and not installed here: {names}."
@@ -300,7 +318,7 @@ def entry_stage(project: Repository) -> StageRecord:
         names = ", ".join(entry.missing)
         return StageRecord(
             *("entry", NEEDS_YOU, "read", f"{answer} Not installed here: {names}."),
-            *(how_to_install(entry.missing, project.wanted.root), result),
+            *(how_to_install(entry.missing, project.wanted.root, entry.maybe_missing), result),
         )
     lacking = list(chosen.lacking)
     if project.settings_of_entry.style == HYDRA and not project.settings_of_entry.options:
@@ -335,7 +353,7 @@ def patch_stage(project: Repository) -> StageRecord:
     if counts["unproved.patch"] == counts["port.patch"]:
         texts["unproved.patch"] = ""
     for name, text in texts.items():
-        write_atomically(project.wanted.out / name, text.encode())
+        write_atomically(project.wanted.out / name, text.encode(errors="surrogateescape"))
     rest = counts["unproved.patch"] - counts["port.patch"]
     answer = f"{counts['port.patch']} rewrites are proved not to change results"
     answer += f"; {rest} more are in unproved.patch, which has both." if rest else "."
@@ -345,8 +363,8 @@ def patch_stage(project: Repository) -> StageRecord:
 
 def _relative(place: str, root: Path) -> str:
     """Return a place as the repository names it: findings have the path as it was given."""
-    for prefix in (f"{root.resolve().as_posix()}/", f"{root.as_posix()}/"):
-        place = place.replace(prefix, "")
+    for prefix in (root.resolve().as_posix(), root.as_posix(), shown_path(root)):
+        place = place.replace(f"{prefix}/", "")
     return place
 
 

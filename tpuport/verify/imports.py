@@ -18,16 +18,21 @@ def parse_file(path: Path) -> ast.Module | None:
 
 
 def imported_names(body: Sequence[ast.stmt]) -> set[str]:
-    """Return the modules that statements import, but for those below a condition or a `try`."""
+    """Return the modules that statements import, but for those below a condition or a `try`.
+
+    A name that is imported from a module is among them, as it may be a module too.
+    """
     found: set[str] = set()
     for statement in body:
         match statement:
             case ast.Import(names=names):
                 found |= {alias.name for alias in names}
-            case ast.ImportFrom(module=str(module), level=0):
-                found.add(module)
-            case ast.ImportFrom(module=module, names=names):
-                found |= {f".{module or alias.name}" for alias in names}
+            case ast.ImportFrom(module=module, names=names, level=level):
+                start = "." * level + (module or "")
+                # What is imported may be a module of its own.
+                dot = "." if module else ""
+                found |= {f"{start}{dot}{alias.name}" for alias in names if alias.name != "*"}
+                found |= {start} if module else set()
     return found
 
 
@@ -99,12 +104,12 @@ def reached(
     while waiting:
         path, names = waiting.pop()
         for name in names:
-            target = own_module(name, path, root)
-            if target is None:
-                if not name.startswith("."):
-                    found.add(name)
-                    found |= {package for start, package in _NEEDED_BY.items() if name == start}
-            elif target not in done:
+            targets = own_modules(name, path, root)
+            is_of_module = name.rpartition(".")[0] in names
+            if not targets and not name.startswith("."):
+                found |= set() if is_of_module else {name}
+                found |= {package for start, package in _NEEDED_BY.items() if name == start}
+            for target in targets - done:
                 done.add(target)
                 waiting.append((target, imports_of(target)))
     return found, done
@@ -121,11 +126,19 @@ def packages_of(script: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def own_module(name: str, path: Path, root: Path) -> Path | None:
-    """Return the file of the repository that a name is, as a module imports it."""
-    relative = name.lstrip(".").replace(".", "/")
-    for folder in [path.parent] if name.startswith(".") else [path.parent, root, root / "src"]:
-        for candidate in (folder / f"{relative}.py", folder / relative / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+def own_modules(name: str, path: Path, root: Path) -> set[Path]:
+    """Return the files of the repository that an import of a name in a module executes."""
+    above = len(name) - len(name.lstrip("."))
+    parts = name[above:].split(".") if name[above:] else []
+    folders = [path.parent, root, root / "src"]
+    if above:
+        folders = [path.parents[min(above, len(path.parents)) - 1]]
+    for folder in folders:
+        file, package = folder.joinpath(*parts), folder.joinpath(*parts, "__init__.py")
+        found = {one for one in (package, file.with_suffix(".py")) if parts and one.is_file()}
+        if found:
+            around = [folder.joinpath(*parts[:end], "__init__.py") for end in range(1, len(parts))]
+            return {package if package in found else file.with_suffix(".py")} | {
+                one for one in around if one.is_file()
+            }
+    return set()

@@ -20,6 +20,8 @@ EAGER, PORTED = "eager", "ported"
 DISTURBED = "disturbed"
 # What is said of a run that nothing here has stopped.
 KILLED = "It was killed: most likely memory ran out."
+# What is said of a script that fails in eager PyTorch.
+NO_REFERENCE = "so there is nothing to compare with"
 # Ends a reason for no verdict that holds only because time was over.
 MORE_TIME = "more time may tell"
 # A file that the recorder leaves once the script has called `backward()`, however it ends.
@@ -32,7 +34,7 @@ _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()", "run
 # The option of `tpuport run` that changes what an import finds, and not what is computed.
 _ABSENT = "--absent"
 _SKIPPED = {".git", ".hg", "__pycache__", ".venv", "node_modules", "site-packages"}
-_TAIL = 25
+_TAIL, _LONGEST_LINE = 25, 2000
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,21 @@ class FinishedRun:
     @property
     def tail(self) -> str:
         """Return the last lines that the run printed."""
-        lines = (self.folder / "output.txt").read_text(errors="replace").splitlines()
-        killed = [KILLED] if self.status in (-signal.SIGKILL, 128 + signal.SIGKILL) else []
-        return "\n".join([*lines[-_TAIL:], *killed])
+        lines = last_lines((self.folder / "output.txt").read_text(errors="replace"))
+        return "\n".join(filter(None, [lines, ended_by_signal(self.status)]))
+
+
+def ended_by_signal(status: int | None) -> str:
+    """Return which signal ended a process, or one that a shell started; empty if none did."""
+    number = next((n for n in signal.Signals if status in (-n, 128 + n)), None)
+    if number is None:
+        return ""
+    return KILLED if number == signal.SIGKILL else f"It was ended by {number.name}."
+
+
+def last_lines(text: str) -> str:
+    """Return the last lines of a text, each with what a page has room for."""
+    return "\n".join(line[:_LONGEST_LINE] for line in text.rstrip().splitlines()[-_TAIL:])
 
 
 def prepare(out: Path, script: Path) -> None:
@@ -150,7 +164,7 @@ def run(
     folders = _folders(roots, out.resolve())
     command = [*_command(what, side, script), str(recorder), str(file), str(what.script)]
     started = time.monotonic()
-    with (folder / "output.txt").open("wb") as output:
+    with (folder / "output.txt").open("w+b") as output:
         status = run_guarded(
             [*command, *what.arguments],
             stdout=output,

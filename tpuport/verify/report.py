@@ -29,6 +29,7 @@ from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
     MORE_TIME,
+    NO_REFERENCE,
     PORTED,
     RESULT,
     FinishedRun,
@@ -170,8 +171,8 @@ def verify(
     eager = run(what, EAGER, out)
     if not eager.recorded:
         raise UsageError(
-            f"The script fails in eager PyTorch (exit status {eager.status}), so there is"
-            f" nothing to compare with. It ends with:\n{eager.tail}"
+            f"The script fails in eager PyTorch (exit status {eager.status}), {NO_REFERENCE}."
+            f" It ends with:\n{eager.tail}"
         )
     ported = run(what, PORTED, out, {"around": [NOTED]})
     failed = not ported.recorded

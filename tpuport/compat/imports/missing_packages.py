@@ -8,6 +8,7 @@ import warnings
 from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NoReturn
 
+from tpuport.foundation.cuda_only import is_cuda_only
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import is_inside, user_frame
 from tpuport.tracing.core.errors import port_error
@@ -15,46 +16,8 @@ from tpuport.tracing.core.errors import port_error
 # Names that code puts into `except`, where Python wants a class derived from BaseException.
 _EXCEPTIONS = ("Error", "Exception", "Warning", "Interrupt", "Timeout", "Exceeded")
 
-# Packages that build for CUDA only, so that no TPU host can install them. Their decorators compile
-# kernels: a function so decorated is no longer the Python function.
-CUDA_ONLY = frozenset(
-    {
-        "amp_C",
-        "apex",
-        "bitsandbytes",
-        "causal_conv1d",
-        "causal_conv1d_cuda",
-        "cupy",
-        "cupyx",
-        "deepspeed",
-        "flash_attn",
-        "flash_attn_interface",
-        "flashinfer",
-        "fused_layer_norm_cuda",
-        "megablocks",
-        "megatron",
-        "nvidia.dali",
-        "pycuda",
-        "pynvml",
-        "sageattention",
-        "selective_scan_cuda",
-        "tensorrt",
-        "torch_tensorrt",
-        "transformer_engine",
-        "triton",
-        "xformers",
-        "xfuser",
-    }
-)
-
 # Read at import to choose between spellings of a kernel (`version.parse(triton.__version__)`).
 _VERSIONS = {"triton": "3.5.0"}
-
-
-def is_cuda_only(name: str) -> bool:
-    """Return whether a module belongs to a package that only CUDA hosts can install."""
-    parts = name.split(".")
-    return any(".".join(parts[:n]) in CUDA_ONLY for n in range(1, len(parts) + 1))
 
 
 def refuse(path: str, what: str) -> PortError:
