@@ -114,6 +114,15 @@ MASKS: dict[str, tuple[Any, str]] = {
         ),
         "causal, padded keys",
     ),
+    # As nn.MultiheadAttention without weights joins both.
+    "-inf sum of merged heads": (
+        lambda m, s: (
+            torch.full((S, S), INF).triu(1)
+            + torch.zeros(B, S).masked_fill(~m, INF)
+            .view(B, 1, 1, S).expand(-1, H, -1, -1).reshape(B * H, 1, S)
+        ).view(B, H, -1, S),
+        "causal, padded keys",
+    ),
     "-inf where": (
         lambda m, s: torch.where(m[:, None, None] & m[:, None, :, None], 0.0, INF),
         "padded keys, padded queries",
