@@ -114,6 +114,14 @@ MASKS: dict[str, tuple[Any, str]] = {
         ),
         "causal, padded keys",
     ),
+    "-inf where, rounded": (
+        lambda m, s: torch.where(m[:, None, None], 0.0, INF).bfloat16().float(),
+        "padded keys",
+    ),
+    "-inf where hidden, rounded": (
+        lambda m, s: torch.where(~m[:, None, None], INF, 0.0).bfloat16().float(),
+        "padded keys",
+    ),
     # As nn.MultiheadAttention without weights joins both.
     "-inf sum of merged heads": (
         lambda m, s: (
