@@ -122,6 +122,14 @@ MASKS: dict[str, tuple[Any, str]] = {
         lambda m, s: torch.where(~m[:, None, None], INF, 0.0).bfloat16().float(),
         "padded keys",
     ),
+    # As T5 adds a mask to position biases that it does not have, in bfloat16.
+    "-inf and zeros, rounded": (
+        lambda m, s: (
+            torch.zeros(1, H, S, S, dtype=torch.bfloat16)
+            + torch.where(m[:, None, None], 0.0, INF).bfloat16()
+        ).float(),
+        "padded keys",
+    ),
     # As nn.MultiheadAttention without weights joins both.
     "-inf sum of merged heads": (
         lambda m, s: (

@@ -124,11 +124,18 @@ def known_array(node: Node) -> np.ndarray | None:
 def uniform(node: Node) -> Any:
     """Return the one element that a known array has everywhere, or None for any other array."""
     value = base(node)
+    if value.name == "convert_element_type" and _are_floats(value, *value.inputs):
+        before = uniform(value.inputs[0])
+        return None if before is None else np.asarray(before).astype(value.dtype)[()]
     found = known_tile(value, [ONE] * len(value.shape)) if value.size == 1 else known_array(node)
     if found is None or not found.size:
         return None
     first = found.reshape(-1)[0]
     return first if found.size == 1 or bool((found == first).all()) else None
+
+
+def _are_floats(*nodes: Node) -> bool:
+    return all(jax.numpy.issubdtype(node.dtype, jax.numpy.floating) for node in nodes)
 
 
 def rebased(node: Node, other: Node) -> Node:
