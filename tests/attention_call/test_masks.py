@@ -114,6 +114,31 @@ MASKS: dict[str, tuple[Any, str]] = {
         ),
         "causal, padded keys",
     ),
+    "-inf where, rounded": (
+        lambda m, s: torch.where(m[:, None, None], 0.0, INF).bfloat16().float(),
+        "padded keys",
+    ),
+    "-inf where hidden, rounded": (
+        lambda m, s: torch.where(~m[:, None, None], INF, 0.0).bfloat16().float(),
+        "padded keys",
+    ),
+    # As T5 adds a mask to position biases that it does not have, in bfloat16.
+    "-inf and zeros, rounded": (
+        lambda m, s: (
+            torch.zeros(1, H, S, S, dtype=torch.bfloat16)
+            + torch.where(m[:, None, None], 0.0, INF).bfloat16()
+        ).float(),
+        "padded keys",
+    ),
+    # As nn.MultiheadAttention without weights joins both.
+    "-inf sum of merged heads": (
+        lambda m, s: (
+            torch.full((S, S), INF).triu(1)
+            + torch.zeros(B, S).masked_fill(~m, INF)
+            .view(B, 1, 1, S).expand(-1, H, -1, -1).reshape(B * H, 1, S)
+        ).view(B, H, -1, S),
+        "causal, padded keys",
+    ),
     "-inf where": (
         lambda m, s: torch.where(m[:, None, None] & m[:, None, :, None], 0.0, INF),
         "padded keys, padded queries",

@@ -440,7 +440,16 @@ def test_bfloat16_is_closer_to_float64():
 
 def eager_models() -> dict[str, torch.nn.Module]:
     """Models of transformers whose attention is written out."""
-    from transformers import BertConfig, BertModel, T5Config, T5EncoderModel
+    from transformers import (
+        BertConfig,
+        BertModel,
+        GPT2Config,
+        GPT2Model,
+        T5Config,
+        T5EncoderModel,
+        ViTConfig,
+        ViTModel,
+    )
 
     eager: dict[str, Any] = {"attn_implementation": "eager"}
     bert = BertConfig(
@@ -460,19 +469,44 @@ def eager_models() -> dict[str, torch.nn.Module]:
         num_layers=1,
         num_heads=2,
     )
+    gpt = GPT2Config(
+        **eager, vocab_size=31, n_embd=8, n_inner=8, n_layer=1, n_head=2, use_cache=False
+    )
+    vit = ViTConfig(
+        **eager,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=4,
+    )
     torch.manual_seed(0)
     return {
+        "GPT-2": GPT2Model(gpt).eval(),
+        "ViT": ViTModel(vit, add_pooling_layer=False).eval(),
         "BERT": BertModel(bert, add_pooling_layer=False).eval(),
         "T5": T5EncoderModel(t5).eval(),
     }
 
 
-@pytest.mark.parametrize(("name", "kernel"), [("BERT", "splash"), ("T5", "blockwise")])
+# BERT and T5 run the lines of the others.
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("BERT", "splash"),
+        ("T5", "blockwise"),
+        pytest.param("GPT-2", "splash", marks=pytest.mark.slow),
+        pytest.param("ViT", "splash", marks=pytest.mark.slow),
+    ],
+)
 def test_transformers_in_eager_attention(name: str, kernel: str):
     model = eager_models()[name]
     keep = torch.ones(B, 40, dtype=torch.long)
     keep[1, -7:] = 0
     given: dict[str, Any] = {"input_ids": torch.randint(3, 31, (B, 40)), "attention_mask": keep}
+    if name == "ViT":
+        given = {"pixel_values": torch.randn(B, 3, 28, 28)}
     with tpuport.attention_options(**KERNELS[kernel]):
         ported = tpuport.convert(model, verify=False)
         ported.verify(**given)

@@ -19,6 +19,7 @@ from tpuport.doctor.versions import NEEDED, TESTED, check_python, check_versions
 
 ROOT = Path(__file__).parent.parent.parent
 CPU = '{"platform": "cpu", "count": 4, "kind": "cpu"}'
+GPU = '{"platform": "gpu", "count": 1, "kind": "NVIDIA H100 80GB HBM3"}'
 TPU = '{"platform": "tpu", "count": 4, "kind": "TPU v5 lite"}'
 WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
 HELD = (
@@ -41,6 +42,7 @@ def machine(tmp_path: Path, **changes: Any) -> Machine:
         versions={**TESTED, **changes.pop("versions", {})},
         environment={},
         has_tpu=False,
+        has_gpu=False,
         ask=answers.__getitem__,
         timeout=60.0,
         cache=tmp_path / "cache",
@@ -141,7 +143,8 @@ def test_a_healthy_machine_has_no_findings(tmp_path: Path):
         ),
         (
             {"jax-cuda13-plugin": "0.10.2"},
-            ("note", "jax-cuda13-plugin", "0.10.2 makes jax look for an NVIDIA GPU",
+            ("note", "jax-cuda13-plugin",
+             "0.10.2 makes jax look for an NVIDIA GPU, which it is not to use here",
              "pip uninstall -y jax-cuda13-plugin"),
         ),
         (
@@ -248,6 +251,69 @@ def test_a_tpu_that_jax_does_not_use(tmp_path: Path):
     found = not_ok(check(machine(tmp_path, has_tpu=True, environment=chosen)))
     assert found[0] == ("problem", "devices", text, "unset JAX_PLATFORMS")
     assert not_ok(check(machine(tmp_path, has_tpu=True, devices=Answer(TPU)))) == []
+
+
+CUDA = {"jax-cuda13-plugin": "0.10.2"}
+
+
+def test_a_gpu_that_jax_uses_is_well(tmp_path: Path):
+    of_cuda = {"torch": "2.13.0+cu130", "torchvision": "0.28.0+cu130"}
+    one = machine(tmp_path, has_gpu=True, versions={**CUDA, **of_cuda}, devices=Answer(GPU))
+    assert not_ok(check(one)) == []
+    # A TPU of the same machine comes first.
+    both = replace(one, has_tpu=True, ask=machine(tmp_path, devices=Answer(TPU)).ask)
+    fixes = [fix for *_, fix in not_ok(check(both))]
+    assert "pip uninstall -y jax-cuda13-plugin" in fixes
+    assert f"pip install torch==2.13.0 {WHEELS}" in fixes
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 'pip install "tpuport[gpu]"'),
+        ({"versions": CUDA}, "nvidia-smi"),
+        ({"versions": CUDA, "environment": {"JAX_PLATFORMS": "cpu"}}, "unset JAX_PLATFORMS"),
+    ],
+    ids=["no plugin", "no driver", "told so"],
+)
+def test_a_gpu_that_jax_does_not_use(tmp_path: Path, changes: dict[str, Any], expected: str):
+    found = not_ok(check(machine(tmp_path, has_gpu=True, **changes)))
+    text = "4 x cpu (cpu), and this machine has a GPU that jax does not use"
+    assert found[0] == ("note", "devices", text, expected)
+    assert not any("uninstall" in (fix or "") for *_, fix in found)
+
+
+def test_plugins_that_do_not_fit(tmp_path: Path):
+    two = {"jax-cuda12-plugin": "0.10.2", "jax-cuda13-plugin": "0.9.0"}
+    found = check(machine(tmp_path, has_gpu=True, versions=two, devices=Answer(GPU)))
+    assert not_ok(found) == [
+        (
+            *("problem", "jax-cuda12-plugin"),
+            "0.10.2 is beside jax-cuda13-plugin: jax takes one of them only",
+            "pip uninstall -y jax-cuda12-plugin",
+        ),
+        (
+            *("problem", "jax-cuda13-plugin"),
+            "0.9.0 and jaxlib 0.10.2 differ, so jax may leave the GPU alone",
+            "pip install jax-cuda13-plugin==0.10.2",
+        ),
+    ]
+
+
+def test_a_torchvision_of_a_gpu_has_torchs_build(tmp_path: Path):
+    versions = {**CUDA, "torch": "2.13.0+cu130", "torchvision": "0.28.0+cpu"}
+    one = machine(tmp_path, has_gpu=True, versions=versions, devices=Answer(GPU))
+    ((*_, fix),) = not_ok(check(one))
+    assert fix == f"pip install torchvision==0.28.* {WHEELS.replace('cpu', 'cu130')}"
+
+
+def test_device_files(tmp_path: Path):
+    assert not machines._has_any(machines._GPU_FILES, tmp_path)
+    (tmp_path / "nvidiactl").touch()  # the driver without a GPU
+    assert not machines._has_any(machines._GPU_FILES, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert machines._has_any(machines._GPU_FILES, tmp_path)
+    assert not machines._has_any(machines._TPU_FILES, tmp_path)
 
 
 def test_a_torchax_that_hangs(tmp_path: Path):

@@ -40,6 +40,34 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Beside(Block):
+    """It returns something beside the hidden state, too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), torch.sin(self.up(x))
+
+
+class KeepsBeside(Stack):
+    """Of the last block, only what it returns beside the hidden state is read."""
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        beside = []
+        for block in self.blocks:
+            x, made = block(x, *rest)
+            beside.append(made)
+        return torch.stack(beside)
+
+
+class LastBeside(Stack):
+    """What blocks return beside the hidden state is read of the last one alone."""
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        made = x
+        for block in self.blocks:
+            x, made = block(x, *rest)
+        return x, made
+
+
 def x_of(*shape: int) -> torch.Tensor:
     return torch.linspace(-1, 1, 2 * 4 * DIM).reshape(2, 4, DIM)
 

@@ -11,7 +11,18 @@ import torch
 from torch import nn
 
 import tpuport
-from tests.model.repeated import DIM, Block, Stack, check, jaxpr_of, loops, x_of
+from tests.model.repeated import (
+    DIM,
+    Beside,
+    Block,
+    KeepsBeside,
+    LastBeside,
+    Stack,
+    check,
+    jaxpr_of,
+    loops,
+    x_of,
+)
 from tpuport.foundation.errors import UsageError
 from tpuport.tracing.scan_layers import stacked_params
 
@@ -188,3 +199,16 @@ def test_a_name_that_no_stack_could_hold_stays_by_itself():
 def test_a_model_that_is_not_ported_has_nothing_to_stack():
     with pytest.raises(UsageError, match=r"takes what tpuport.convert gives; got a Linear"):
         tpuport.stack_blocks(nn.Linear(3, 3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [(KeepsBeside(Beside), [5]), (LastBeside(Beside), [4])],
+    ids=["of the last", "of the others"],
+)
+def test_a_stack_is_not_copied_for_what_nobody_reads(model: nn.Module, expected: list[int]):
+    ported = tpuport.convert(model, blocks="scan", verify=False)
+    params = stacked(ported)
+    out, _ = ported.apply(params, ported.buffers, None, x_of())
+    torch.testing.assert_close(tpuport.to_torch(out), model(x_of()), rtol=1e-4, atol=1e-5)
+    assert loops(jaxpr_of(ported, x_of(), params=params)) == expected

@@ -10,7 +10,18 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tpuport
-from tests.model.repeated import Block, Stack, check, jaxpr_of, loops, records, x_of
+from tests.model.repeated import (
+    Beside,
+    Block,
+    KeepsBeside,
+    LastBeside,
+    Stack,
+    check,
+    jaxpr_of,
+    loops,
+    records,
+    x_of,
+)
 from tpuport.foundation.errors import UsageError
 
 
@@ -425,3 +436,27 @@ def test_hooks_that_come_during_the_call():
             return self.head(x), states
 
     check(Top(Block), x_of())
+
+
+class Unread(Stack):
+    """Between blocks something is computed that nobody reads, and blocks run for nothing."""
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        for i, block in enumerate(self.blocks):
+            if i == 2:
+                y = x.cos()
+                for other in self.blocks:
+                    y = other(y, *rest)
+                y.sum()
+            x = block(x, *rest)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [(KeepsBeside(Beside), [4]), (LastBeside(Beside), [4]), (Unread(Block), [5])],
+    ids=["of the last", "of the others", "of all"],
+)
+def test_what_nobody_reads(model: nn.Module, expected: list[int]):
+    _, found = check(model, x_of())
+    assert found == expected

@@ -51,8 +51,8 @@ def calls(depth: int) -> int:
 
 def test_another_block_takes_few_calls():
     added = (calls(12) - calls(4)) / 8
-    # About 4,700; to trace the block inline takes 2,700.
-    assert 0 < added < 6000
+    # About 6,000; to trace the block inline takes 2,700.
+    assert 0 < added < 6500
 
 
 def equations(jaxpr: Any) -> int:

@@ -16,6 +16,7 @@ _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|\d+)\s+(?:([A-Z]{2}):|\s:|:)\s*[> ]*\{",
 _JUMP = re.compile(r"sbr\.rel[^;}]*?target = \$region(\d+)")
 _LABEL = re.compile(r"(?:Start|Start/End empty) region (\d+)")
 _PRODUCT = re.compile(r"= v(?:dwg\.|matmul|matpush)")
+_OPERATION = re.compile(r"exit bundle: %[\w.-]+ = ([\w-]+)\(")
 _BOUNDS = re.compile(r"^iteration_bounds: \(([\d, ]+)\)", re.M)
 # Bundles after a jump that run whether it is taken or not.
 _DELAY_SLOTS = 4
@@ -60,10 +61,23 @@ class Span:
 
 @dataclass(frozen=True)
 class Bundles:
-    """The schedule of one kernel: all bundles as one span, and the grid that the text names."""
+    """The schedule of one kernel.
+
+    Args:
+        whole: all bundles as one span.
+        grid: the grid that the text names. It names none if all operands are in VMEM already, since
+            no step has to fetch its blocks.
+        operation: the operation of XLA that the text names, "" for none.
+    """
 
     whole: Span
     grid: tuple[int, ...]
+    operation: str = ""
+
+    @property
+    def is_kernel(self) -> bool:
+        """Return whether a Pallas kernel has this schedule, and no operation of XLA itself."""
+        return self.operation == "custom-call"
 
 
 def read_bundles(text: str) -> Bundles:
@@ -96,7 +110,9 @@ def read_bundles(text: str) -> Bundles:
     spans = _spans(jumps, labels, bodies, len(entries))
     bounds = _BOUNDS.search(text)
     grid = tuple(int(n) for n in bounds[1].split(",") if n.strip()) if bounds else ()
-    return Bundles(_nest(Span(0, len(entries), 0, False), spans, products), grid)
+    named = _OPERATION.search(text)
+    whole = _nest(Span(0, len(entries), 0, False), spans, products)
+    return Bundles(whole, grid, named[1] if named else "")
 
 
 def _spans(

@@ -179,7 +179,16 @@ def schedule_function(
             for path in sorted(dump.glob(f"*{_BUNDLES}"))
             if "schedule-analysis" not in path.name
         }
-    return {name: bundles for name, bundles in found.items() if bundles.grid}
+    return _kernels(found)
+
+
+def _kernels(found: dict[str, Bundles]) -> dict[str, Bundles]:
+    """Return the schedules of Pallas kernels, without those of copies that XLA puts around them.
+
+    Copies have a grid, too, and loops whose number of rounds nobody knows.
+    """
+    kernels = {name: bundles for name, bundles in found.items() if bundles.is_kernel}
+    return kernels or {name: bundles for name, bundles in found.items() if bundles.grid}
 
 
 def _abstract(chip: Chip) -> AbstractMesh:
@@ -225,7 +234,8 @@ def _reason(stderr: str) -> str:
 
 def _kernel_name(file: str) -> str:
     """Read a kernel's name: `1795-splash_mha_fwd.1-72-final_bundles.txt` -> `splash_mha_fwd`."""
-    return file.removesuffix(_BUNDLES).partition("-")[2].rpartition("-")[0].rpartition(".")[0]
+    name = file.removesuffix(_BUNDLES).partition("-")[2].rpartition("-")[0]
+    return re.sub(r"\.\d+$", "", name)
 
 
 def schedule_kernels(jaxpr: Any, chip: str, *, timeout: float = 600.0) -> dict[str, KernelSchedule]:
@@ -283,5 +293,5 @@ def schedule_call(call: Any, chip: str, *, timeout: float = 600.0) -> KernelSche
 def _only(found: Iterable[Bundles], name: str) -> Bundles:
     several = sorted(found, key=lambda bundles: bundles.whole.stop)
     if not several:
-        raise KernelCompileError(f"libtpu wrote no schedule with a grid for the kernel {name}")
+        raise KernelCompileError(f"libtpu wrote no schedule for the kernel {name}")
     return several[-1]

@@ -11,7 +11,7 @@ from tpuport.diagnosis.causes._cause import Raised
 from tpuport.diagnosis.causes.tpu_unavailable import TpuUnavailable
 from tpuport.doctor.finding import Check, note, ok, problem
 from tpuport.doctor.machine import Answer, Machine
-from tpuport.doctor.versions import NEEDED, TESTED, check_python, check_versions
+from tpuport.doctor.versions import GPU_PLUGINS, NEEDED, TESTED, check_python, check_versions
 
 _GIB = 2**30
 _LITTLE_DISK = 5 * _GIB
@@ -49,7 +49,7 @@ def check(machine: Machine) -> list[Check]:
         torchax = pool.submit(machine.ask, _TORCHAX) if installed else None
         devices = pool.submit(machine.ask, _DEVICES) if machine.versions.get("jax") else None
         found = [check_python(machine.python)]
-        found += check_versions(machine.versions, on_tpu=machine.has_tpu)
+        found += check_versions(machine.versions, on_tpu=machine.has_tpu, on_gpu=machine.has_gpu)
         found += [] if torchax is None else [_torchax(torchax.result(), machine)]
         found += [] if devices is None else [_devices(devices.result(), machine)]
     return [*found, *_environment(machine), *_cache(machine), *_room(machine)]
@@ -83,7 +83,19 @@ def _devices(answer: Answer, machine: Machine) -> Check:
         chosen = machine.environment.get("JAX_PLATFORMS")
         fix = "unset JAX_PLATFORMS" if chosen else 'pip install "tpuport[tpu]"'
         return problem(topic, f"{text}, and this machine has a TPU that jax does not use", fix)
+    if machine.has_gpu and not machine.has_tpu and seen["platform"] == "cpu":
+        text += ", and this machine has a GPU that jax does not use"
+        return note(topic, text, _gpu_fix(machine))
     return ok(topic, text)
+
+
+def _gpu_fix(machine: Machine) -> str:
+    """Return the command for a GPU that jax does not use."""
+    if machine.environment.get("JAX_PLATFORMS"):
+        return "unset JAX_PLATFORMS"
+    # With the plugin it is the driver: too old for it, or not running.
+    has_plugin = any(machine.versions.get(name) for name in GPU_PLUGINS)
+    return "nvidia-smi" if has_plugin else 'pip install "tpuport[gpu]"'
 
 
 def explain_refusal(error: str) -> tuple[str, str]:

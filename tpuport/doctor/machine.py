@@ -14,6 +14,8 @@ from tpuport.doctor.versions import LOOKED_FOR
 
 # Device files below /dev: libtpu opens one of these.
 _TPU_FILES = ("accel*", "vfio/[0-9]*")
+# Those of NVIDIA's driver, and of Windows' Linux, which passes its GPU on.
+_GPU_FILES = ("nvidia[0-9]*", "dxg")
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Machine:
         versions: Installed version by package, None for packages that are not installed.
         environment: The environment variables.
         has_tpu: Whether there is the device file of a TPU.
+        has_gpu: Whether there is the device file of an NVIDIA GPU.
         ask: Runs Python code in a separate process.
         timeout: The limit for `ask` in seconds.
         cache: The folder of the compile cache.
@@ -54,6 +57,7 @@ class Machine:
     versions: Mapping[str, str | None]
     environment: Mapping[str, str]
     has_tpu: bool
+    has_gpu: bool
     ask: Ask
     timeout: float
     cache: Path
@@ -69,13 +73,18 @@ def this_machine(timeout: float = 60.0) -> Machine:
         python=sys.version_info[:3],
         versions={name: _version(name) for name in LOOKED_FOR},
         environment=os.environ,
-        has_tpu=any(list(Path("/dev").glob(pattern)) for pattern in _TPU_FILES),
+        has_tpu=_has_any(_TPU_FILES),
+        has_gpu=_has_any(_GPU_FILES),
         ask=lambda code: ask(code, timeout),
         timeout=timeout,
         cache=cache,
         disk=shutil.disk_usage(there).free,
         memory=_free_memory(),
     )
+
+
+def _has_any(patterns: tuple[str, ...], folder: Path = Path("/dev")) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in patterns)
 
 
 def _version(name: str) -> str | None:

@@ -24,11 +24,11 @@ NEEDED = ("torch", "torchax", "jax", "jaxlib", "numpy")
 _IN_THE_WAY = {
     "torch_xla": ("takes the TPU for itself, which torchax's jax then cannot have", True),
     "libtpu-nightly": ("installs a second libtpu, and either may be loaded", True),
-    "jax-cuda12-plugin": ("makes jax look for an NVIDIA GPU", False),
-    "jax-cuda13-plugin": ("makes jax look for an NVIDIA GPU", False),
 }
-LOOKED_FOR = (*TESTED, *_IN_THE_WAY, "torchvision", "filelock")
-_CPU_WHEELS = "--index-url https://download.pytorch.org/whl/cpu"
+# What lets jax use an NVIDIA GPU; `pip install "tpuport[gpu]"` has the last one.
+GPU_PLUGINS = ("jax-cuda12-plugin", "jax-cuda13-plugin")
+LOOKED_FOR = (*TESTED, *_IN_THE_WAY, *GPU_PLUGINS, "torchvision", "filelock")
+_WHEELS = "--index-url https://download.pytorch.org/whl"
 # torchvision 0.15 was made for torch 2.0, and so on, one for one.
 _VISION_AHEAD = 15
 
@@ -48,13 +48,15 @@ def check_python(version: tuple[int, ...]) -> Check:
     return ok("Python", shown)
 
 
-def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Check]:
+def check_versions(installed: Versions, *, on_tpu: bool, on_gpu: bool = False) -> Iterator[Check]:
     """Check each package against the version that tpuport is tested with.
 
     Args:
         installed: Version by name; None or no entry for what is not installed.
         on_tpu: Whether this machine has a TPU.
+        on_gpu: Whether it has an NVIDIA GPU, which jax may use where there is no TPU.
     """
+    on_gpu = on_gpu and not on_tpu
     for name, tested in TESTED.items():
         have = installed.get(name)
         if have is None:
@@ -71,11 +73,32 @@ def check_versions(installed: Versions, *, on_tpu: bool) -> Iterator[Check]:
             yield note(
                 name, f"{have}; tpuport is tested with {tested}", f"pip install {name}=={tested}"
             )
-    yield from _pairs(installed)
+    yield from _pairs(installed, on_gpu=on_gpu)
+    yield from _plugins(installed, on_gpu=on_gpu)
     for name, (harm, serious) in _IN_THE_WAY.items():
         if installed.get(name) is not None:
             make = problem if serious else note
             yield make(name, f"{installed[name]} {harm}", f"pip uninstall -y {name}")
+
+
+def _plugins(installed: Versions, *, on_gpu: bool) -> Iterator[Check]:
+    """Check jax's plugins for GPUs: one of jaxlib's version where there is a GPU, else none."""
+    found = {name: have for name in GPU_PLUGINS if (have := installed.get(name)) is not None}
+    if not on_gpu:
+        for name, have in found.items():
+            text = f"{have} makes jax look for an NVIDIA GPU, which it is not to use here"
+            yield note(name, text, f"pip uninstall -y {name}")
+        return
+    for name in list(found)[:-1]:
+        text = f"{found.pop(name)} is beside {GPU_PLUGINS[-1]}: jax takes one of them only"
+        yield problem(name, text, f"pip uninstall -y {name}")
+    jaxlib = installed.get("jaxlib")
+    for name, have in found.items():
+        if jaxlib is None or _numbers(have) == _numbers(jaxlib):
+            yield ok(name, f"{have}, with which jax uses the GPU")
+        else:
+            text = f"{have} and jaxlib {jaxlib} differ, so jax may leave the GPU alone"
+            yield problem(name, text, f"pip install {name}=={jaxlib}")
 
 
 def _missing(name: str, *, on_tpu: bool) -> Check:
@@ -89,7 +112,7 @@ def _missing(name: str, *, on_tpu: bool) -> Check:
     return note(name, "not installed; some models need it", 'pip install "tpuport[recipes]"')
 
 
-def _pairs(installed: Versions) -> Iterator[Check]:
+def _pairs(installed: Versions, *, on_gpu: bool) -> Iterator[Check]:
     """Check packages that have to fit each other."""
     jax, jaxlib = installed.get("jax"), installed.get("jaxlib")
     if jax and jaxlib and _numbers(jax) != _numbers(jaxlib):
@@ -97,14 +120,16 @@ def _pairs(installed: Versions) -> Iterator[Check]:
     torch = installed.get("torch")
     if torch is None:
         return
-    if "+cu" in torch or "+rocm" in torch:
+    # Where there is a GPU, people run their code on it, and compare.
+    if not on_gpu and ("+cu" in torch or "+rocm" in torch):
         text = f"{torch} brings gigabytes for GPUs that tpuport does not use; the CPU build will do"
-        yield note("torch's build", text, f"pip install torch=={_plain(torch)} {_CPU_WHEELS}")
+        yield note("torch's build", text, f"pip install torch=={_plain(torch)} {_WHEELS}/cpu")
     vision = installed.get("torchvision")
     if vision is None:
         return
     wanted = f"0.{_numbers(torch)[1] + _VISION_AHEAD}"
-    fix = f"pip install torchvision=={wanted}.* {_CPU_WHEELS}"
+    build = _build(torch) if on_gpu else "cpu"
+    fix = f"pip install torchvision=={wanted}.*" + (f" {_WHEELS}/{build}" if build else "")
     if not f"{vision}.".startswith(f"{wanted}."):
         yield problem(
             "torchvision", f"{vision} is not made for torch {torch}: importing fails", fix

@@ -53,7 +53,7 @@ def _devices(outcome: Measurements, *, has_tpu: bool) -> Iterator[Check]:
         more = "this machine has a TPU that jax does not use"
         yield problem("devices", f"{text}, and {more}", "unset JAX_PLATFORMS; tpuport doctor")
     elif device.small:
-        yield note("devices", f"{text}: no TPU or GPU, so every speed below is meaningless")
+        yield note("devices", f"{text}: jax has no TPU or GPU, so every speed below is meaningless")
     elif not device.chip:
         yield note("devices", f"{text}: the cost model knows TPUs only, so nothing is expected")
     else:

@@ -1,6 +1,7 @@
 """Schedules of kernels: the text that libtpu writes, and one small kernel compiled by it."""
 
 import importlib.util
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpuport.cost import CHIPS, KernelCompileError, KernelSchedule, schedule_kernels
+from tpuport.cost import CHIPS, KernelCompileError, KernelSchedule, schedule, schedule_kernels
 from tpuport.cost.bundles import ScheduleFormatError, Span, read_bundles
 from tpuport.cost.kernels import find_calls
 from tpuport.foundation.errors import MissingExtraError, UsageError
@@ -104,6 +105,48 @@ def test_other_forms_are_refused(text, reason):
     with pytest.raises(ScheduleFormatError, match=reason) as error:
         read_bundles(text)
     assert "use a libtpu from 0.0.42 to 0.0.52" in str(error.value)
+
+
+def test_copies_of_xla_are_no_kernels():
+    """They are longer than a small kernel, and have a grid where the kernel's is not named."""
+    copy = read_bundles(bundles_text([*LINES, "   :  {} /* exit bundle: %copy.5 = copy(%x) */"]))
+    lines = [LINES[0].partition("\n")[0], *LINES[1:20], *LINES[21:]]
+    last = "   :  {} /* exit bundle: %_lambda_.1 = custom-call(%copy.5) */"
+    kernel = read_bundles(bundles_text([*lines, last]))
+    assert (copy.operation, copy.grid) == ("copy", (4, 3))
+    assert (kernel.operation, kernel.grid) == ("custom-call", ())
+    assert schedule._kernels({"copy": copy, "k": kernel}) == {"k": kernel}
+    # Without the names of operations it is the grid that tells.
+    unnamed = replace(copy, operation="")
+    assert schedule._kernels({"k": unnamed, "start": replace(unnamed, grid=())}) == {"k": unnamed}
+    assert schedule._kernel_name("179-copy-66-final_bundles.txt") == "copy"
+    assert schedule._kernel_name("179-splash_dq.1-72-final_bundles.txt") == "splash_dq"
+
+
+def scaled(x_ref, y_ref):
+    y_ref[...] = x_ref[...] * 2.0
+
+
+@needs_libtpu
+def test_a_kernel_whose_operands_are_in_vmem_has_its_own_schedule():
+    """XLA copies narrow rows into another layout and into VMEM, in a loop."""
+    shape = (16, 16, 256, 72)
+    block = pl.BlockSpec((1, 1, 256, 72), lambda i, j: (i, j, 0, 0))
+
+    def run(x):
+        call = pl.pallas_call(
+            scaled,
+            out_shape=jax.ShapeDtypeStruct(shape, x.dtype),
+            grid=shape[:2],
+            in_specs=[block],
+            out_specs=block,
+        )
+        return call(x)
+
+    jaxpr = jax.make_jaxpr(run)(jax.ShapeDtypeStruct(shape, "bfloat16"))
+    (kernel,) = schedule_kernels(jaxpr, "v6e").values()
+    assert kernel.bundles.operation == "custom-call"
+    assert 0 < kernel.seconds() < 1e-3
 
 
 def product(size: int, block: int, **options):

@@ -15,9 +15,9 @@ from jax.extend import core
 
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.inner_programs import inner_programs, run_with
-from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.patterns.attention import find_attention
 from tpuport.tracing.patterns.program import FlatProgram, PatternMatch, RunningValues
+from tpuport.tracing.scan_layers.dead_results import without_dead_results
 from tpuport.tracing.scan_layers.rolling import run_equations, shape_of
 from tpuport.tracing.scan_layers.shared_programs import NAME, jitted
 
@@ -29,10 +29,11 @@ def rewritten(closed: Any, trace: Trace) -> Any:
     """Return a program that computes the same, with the patterns in it computed in another way.
 
     Args:
-        closed: A traced program, a `ClosedJaxpr`.
+        closed: A traced program, a `ClosedJaxpr`, without dead code: a pattern is none if another
+            equation reads what is inside of it.
         trace: The trace that it comes from, which records what was found.
     """
-    return _Rewriting(trace).changed(without_dead_code(closed)) or closed
+    return _Rewriting(trace).changed(closed) or closed
 
 
 class _Rewriting:
@@ -55,7 +56,7 @@ class _Rewriting:
         def run(*args: Any) -> list[Any]:
             return _run(program, matches, nested, args)
 
-        return without_dead_code(jax.make_jaxpr(run)(*map(shape_of, program.invars)))
+        return without_dead_results(jax.make_jaxpr(run)(*map(shape_of, program.invars)))
 
     def _nested(self, eqn: Any) -> list[Callable[..., Any]]:
         """Return the programs inside an equation as functions; none if nothing changes there."""

@@ -43,7 +43,7 @@ from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
-from tpuport.tracing.scan_layers import BlockCalls, roll
+from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
 from tpuport.tracing.session import state_left
 from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
@@ -129,7 +129,10 @@ class Tracer:
         """Return a traced `ClosedJaxpr` as it is compiled.
 
         Attention that is written out has a kernel, and repeated blocks are loops where that pays.
+        What nothing reads is left out first: it would be taken for a reader of the weights of
+        attention, and keep rounds of a loop from being equal.
         """
+        closed = without_dead_results(closed)
         if options_for(trace.options.target) is not None:
             closed = rewritten(closed, trace)
         return roll(closed, copies=self.blocks == "scan") if self.rolls else closed

@@ -1,7 +1,7 @@
 """Rules that compute a tile of one operation from tiles of its operands."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from tpuport.tracing.attention.masks.graph import Node
 from tpuport.tracing.attention.masks.tiles import ONE, Parts, TilePart, Tiles, Whole, picked, rule
+from tpuport.tracing.attention.masks.views import regrouped
 
 
 @rule("iota")
@@ -226,7 +227,7 @@ def _reshape(tiles: Tiles, node: Node, parts: Parts) -> Any:
         raise Whole
     plans = [
         _regroup(tiles, x, ins, [(node.shape[d], parts[d]) for d in outs])
-        for ins, outs in _groups(x.shape, node.shape)
+        for ins, outs in regrouped(x.shape, node.shape)
     ]
     value = tiles.tile(x, [part for inner, _, _ in plans for part in inner])
     full = [n for _, filled, _ in plans for n in filled]
@@ -270,26 +271,6 @@ def _regroup(
         places = flat // math.prod(before[at + 1 :]) % before[at]
         inner[at] = TilePart(0, flat.shape[0], places)
     return inner, ones, lambda had: [p.size if n > 1 and had else 1 for n, p in outs]
-
-
-def _groups(before: Sequence[int], after: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Pair the shortest runs of dims of two shapes that have equally many elements."""
-    groups: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(before) or j < len(after):
-        ins, outs = [], []
-        a = b = 1
-        if i < len(before):
-            ins, a, i = [i], before[i], i + 1
-        if j < len(after):
-            outs, b, j = [j], after[j], j + 1
-        while a != b:
-            if (a < b and i < len(before)) or j >= len(after):
-                ins, a, i = [*ins, i], a * before[i], i + 1
-            else:
-                outs, b, j = [*outs, j], b * after[j], j + 1
-        groups.append((ins, outs))
-    return groups
 
 
 def _along(dim: int, rank: int, value: Any) -> Any:

@@ -155,7 +155,18 @@ def two(node: Node) -> Two | None:
         return _two_known(node, found)
     if node.name not in ELEMENTWISE:
         return None
-    return _two_selected(node) if node.name == "select_n" else _pointwise(node)
+    return _upright(_two_selected(node) if node.name == "select_n" else _pointwise(node))
+
+
+def _upright(found: Two | None) -> Two | None:
+    """Return zero as the value where conditions hold, if the other one is lower and holds there.
+
+    So `where(hidden, -inf, 0)` has the same form as `where(seen, 0, -inf)`, whatever is done to it
+    afterwards, such as a conversion to bfloat16.
+    """
+    if found is None or len(found.conditions) != 1 or not (found.no == 0 > found.yes):
+        return found
+    return Two(conditions(inverse(found.conditions[0])), found.no, found.yes)
 
 
 def _two_known(node: Node, found: np.ndarray) -> Two | None:
