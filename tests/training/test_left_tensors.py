@@ -67,3 +67,24 @@ def test_a_tensor_that_the_next_call_reads_is_named():
         UsageError, match=r"the loss function changes 'balance', 'last', 'weights', 'size'"
     ):
         trained(Balanced(reads=True), 1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.hidden = nn.GRUCell(4, 4), None
+
+    def forward(self, x):
+        begin = self.hidden is None or len(self.hidden) != len(x)
+        hidden = x.new_zeros(len(x), 4) if begin else self.hidden
+        self.hidden = self.cell(x, hidden).detach()
+        return self.cell(x, hidden)
+
+
+def test_state_that_has_the_rows_of_a_batch_is_named_where_parts_have_fewer():
+    ported = tpuport.convert(Recurrent())
+    ported(batches()[0])
+    step = make_train_step(ported, lambda model, x: model(x).sum(), "sgd", accumulate=2)
+    message = r"'hidden' has shape \[4, 4\] before a part of the batch and \[2, 4\] after it"
+    with pytest.raises(UsageError, match=message):
+        step(step.init(), batches()[0])

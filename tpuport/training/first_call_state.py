@@ -65,6 +65,8 @@ def settle(
         return frozenset()
     if changes.gone or changes.host_state or changes.replacement is not None:
         return frozenset()
+    if any(value.shape != given[n].shape for n, value in outcome.state.items() if n in given):
+        return frozenset()  # a hidden state of another number of rows
     left = {name: value for name, value in outcome.state.items() if name not in given}
     inputs = jax.tree.map(
         lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype), (given, key, values, left)

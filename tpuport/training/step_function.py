@@ -228,6 +228,8 @@ def measured(
     outcome = traced(training.ported, request(key, values), given)
     left = settle(training.ported, outcome, request, given, key, values)
     batch.outcomes.append(outcome)
+    if training.accumulate > 1:
+        _refuse_resized(outcome, buffers)
     changed = _changed_buffers(outcome, buffers, params, frozen, left)
     leaves = arguments.static_leaves(outcome.out_leaves, outcome.out_metas)
     out = pytree.unflatten(outcome.out_spec, leaves)
@@ -290,6 +292,17 @@ def _metas_of_part(metas: list[Any], values: list[Any]) -> list[Any]:
         meta.new_empty(tuple(value.shape)) if value.ndim else meta
         for meta, value in zip(metas, values, strict=True)
     ]
+
+
+def _refuse_resized(outcome: TraceResult, buffers: Any) -> None:
+    """Refuse state that depends on the number of rows, of which each part has only some."""
+    for name, value in outcome.state.items():
+        if name in buffers and value.shape != buffers[name].shape:
+            raise UsageError(
+                f"{name!r} has shape {list(buffers[name].shape)} before a part of the batch and"
+                f" {list(value.shape)} after it. What to do: train without accumulate=, or call the"
+                " ported model once before init() with as many rows as one part has"
+            )
 
 
 def _changed_buffers(
