@@ -12,7 +12,7 @@ and what is raised are compared with eager PyTorch after each step. Prints what 
 import random
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from benchmarks import training_scripts
 from benchmarks.seeds import Found, run_seeds
 from benchmarks.training_scripts import listed
 from tpuport.foundation.errors import ParityError, PortError
+from tpuport.tracing.scan_layers.stacked_params import unstack
 
 _CHANGES = training_scripts.MODES + listed("""
 saved = copy.deepcopy(net.state_dict())
@@ -131,6 +132,12 @@ _LAYERS = Path(__file__).with_name("research_layers.txt")
 _INPUT = "x = torch.sin(torch.arange(96.0, device=device) * 1.3 + x[0, 0]).view(2, 6, 8)"
 
 
+def layers() -> tuple[str, dict[str, str]]:
+    """Return what stands before the classes of the layers' text, and the classes by name."""
+    head, *parts = re.split(r"\n(?=class )", _LAYERS.read_text())
+    return head, {one.partition("(")[0].removeprefix("class "): one.strip() for one in parts}
+
+
 class Maker:
     """Makes one script from a seed."""
 
@@ -139,11 +146,10 @@ class Maker:
 
     def program(self) -> tuple[str, list[str]]:
         """Return the source of a network, and the statements of each step."""
-        head, *parts = re.split(r"\n(?=class )", _LAYERS.read_text())
-        classes = {one.partition("(")[0].removeprefix("class "): one.strip() for one in parts}
-        layers = [name for name, one in classes.items() if "(nn.Module)" in one]
-        used = self._random.sample(layers, self._random.randint(1, 3))
-        needed = [one for name, one in classes.items() if name in used or name not in layers]
+        head, classes = layers()
+        names = [name for name, one in classes.items() if "(nn.Module)" in one]
+        used = self._random.sample(names, self._random.randint(1, 3))
+        needed = [one for name, one in classes.items() if name in used or name not in names]
         body = "".join(f"        self.l{i} = {name}()\n" for i, name in enumerate(used))
         calls = "".join(f"        x = self.l{i}(x)\n" for i in range(len(used)))
         result = self._random.choice(["x", "x", "(x, x.mean())", "{'out': x}"])
@@ -164,8 +170,20 @@ class Maker:
         return "\n".join(parts).replace("LAYER", f"net.l{self._random.randrange(count)}")
 
 
-def of_convert(source: str, folder: Path) -> tuple[str, str]:
-    """Compare later calls, buffers and gradients of a converted network with eager PyTorch's."""
+def of_convert(
+    source: str,
+    folder: Path,
+    options: Mapping[str, Any] | None = None,
+    prepare: Callable[[Any], Any] = lambda ported: None,
+) -> tuple[str, str]:
+    """Compare later calls, buffers and gradients of a converted network with eager PyTorch's.
+
+    Args:
+        source: defines the class `Net`.
+        folder: for its file.
+        options: of `tpuport.convert`.
+        prepare: changes the port before its calls.
+    """
     path = folder / "script.py"
     path.write_text(source)
     names: dict[str, Any] = {"__name__": "script", "__file__": str(path)}
@@ -176,7 +194,8 @@ def of_convert(source: str, folder: Path) -> tuple[str, str]:
     inputs[2] = inputs[2][:, :4]
     number = 0
     try:
-        ported = tpuport.convert(net)
+        ported = tpuport.convert(net, **(options or {}))
+        prepare(ported)
         for number, x in enumerate(inputs):
             if number == 3:
                 net.eval()
@@ -214,11 +233,11 @@ def _of_port(ported: Any, x: torch.Tensor, differentiate: bool) -> dict[str, np.
         def loss(params: Any) -> Any:
             return (_first(ported.apply(params, buffers, key, array)[0]) ** 2).sum()
 
-        gradients = jax.jit(jax.grad(loss, allow_int=True))(ported.params)
+        gradients = jax.jit(jax.grad(loss, allow_int=True))(unstack(ported.params))
         numbers = {k: v for k, v in gradients.items() if v.dtype == jnp.float32}
         seen = {f"gradient {k}": np.asarray(v) for k, v in numbers.items()}
     seen["result"] = np.asarray(_first(ported(x)))
-    return seen | {f"buffer {k}": np.asarray(v) for k, v in ported.buffers.items()}
+    return seen | {f"buffer {k}": np.asarray(v) for k, v in unstack(ported.buffers).items()}
 
 
 def _of_eager(net: Any, x: torch.Tensor, differentiate: bool) -> dict[str, np.ndarray]:
