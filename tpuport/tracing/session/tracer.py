@@ -70,6 +70,7 @@ from tpuport.tracing.state.module_state import (
     state_tree,
 )
 from tpuport.tracing.state.request import TraceRequest, TraceResult
+from tpuport.tracing.state.tensor_attributes import refuse_set_attributes
 
 _MAX_ATTEMPTS = 40
 NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
@@ -435,6 +436,7 @@ class Tracer:
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
         if module is not None and before is not None and after is not None:
+            refuse_set_attributes(before.set_on, after.set_on)
             refuse_moved_parameters(before, after)
             refuse_new_ties(before, after)
             forget_random_states(before, after)
