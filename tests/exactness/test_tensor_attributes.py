@@ -103,3 +103,76 @@ def test_one_that_the_call_sets_is_refused() -> None:
     with pytest.raises(tpuport.PortError, match=r"TPU402 the call sets weight\.calls"):
         tpuport.convert(model)(torch.ones(3))
     assert model.weight.calls == 0
+
+
+class Marks(nn.Module):
+    """Sets an attribute on its result, or on its argument."""
+
+    def __init__(self, *, result: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.result = result
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        (y if self.result else x).scale = 3.0
+        return y
+
+
+class Marked(nn.Module):
+    """Reads an attribute of its argument, with a default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.linear(x) * getattr(x, "scale", 1.0)
+
+
+class Passed(nn.Module):
+    """Hands a tensor with an attribute from one module to another, inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.marks, self.marked = Marks(result=True), Marked()
+
+    def forward(self, x: Any) -> Any:
+        return self.marked(self.marks(x)) * 2
+
+
+def test_those_of_tensors_inside_are_kept() -> None:
+    model, x = Passed(), torch.randn(2, 3)
+    torch.testing.assert_close(tpuport.to_torch(tpuport.convert(model)(x)), model(x).detach())
+
+
+def test_those_of_arguments_and_results_are_refused() -> None:
+    x: Any = torch.randn(2, 3)
+    for model in (Marks(result=True), Marks(result=False)):
+        with pytest.raises(tpuport.PortError, match="TPU402 the call sets the attribute 'scale'"):
+            tpuport.convert(model)(torch.randn(2, 3))
+    ported = tpuport.convert(Marked())
+    ported(x)  # It has none yet.
+    x.scale, x.other = 4.0, 5.0
+    with pytest.raises(tpuport.PortError, match="TPU402 the attribute 'scale' is set on a tensor"):
+        ported(x)
+
+
+@pytest.mark.filterwarnings("ignore:Mark")
+def test_a_script_hands_them_from_module_to_module() -> None:
+    marks, marked, x = Marks(result=True), Marked(), torch.randn(2, 3)
+    expected = marked(marks(x))
+    with tpuport.porting():
+        y = marks.cuda()(x.cuda())
+        assert y.scale == 3.0
+        torch.testing.assert_close(marked.cuda()(y).cpu(), expected)
+        y.scale = 5.0
+        torch.testing.assert_close(marked(y).cpu(), expected / 3 * 5, rtol=1e-5, atol=1e-6)
+
+
+def test_those_that_torch_sets_are_no_reason_to_refuse() -> None:
+    ported = tpuport.convert(Marked())
+    x = torch.nn.Buffer(torch.randn(2, 3))
+    torch._dynamo.mark_dynamic(x, 0)
+    assert vars(x)
+    ported(x)

@@ -53,7 +53,7 @@ from tpuport.tracing.session.output_aliases import memory_of, output_aliases, re
 from tpuport.tracing.session.program_io import (
     is_of_text,
     program_leaves,
-    refuse_foreign_writes,
+    refuse_lost_effects,
     refuse_text,
     refuse_writes_in_closures,
     state_tensor,
@@ -336,7 +336,7 @@ class Tracer:
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
         trace.recorder.guards.refuse_writes(trace.is_foreign)
-        refuse_foreign_writes(trace, module, made)
+        refuse_lost_effects(trace, module, made, result)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide

@@ -1,7 +1,7 @@
 """Attributes that a script has set on tensors: `weight.scale = 2`, mup's `weight.infshape`."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 
@@ -22,7 +22,10 @@ def attributes_set_on(tensor: torch.Tensor) -> Mapping[str, Any]:
     held = tensor.__dict__
     if type(tensor) is TracedTensor:
         return {name: value for name, value in held.items() if name not in OWN}
-    return held
+    if type(tensor) in _PLAIN:
+        return held
+    # A subclass of Tensor has its own parts there.
+    return {name: value for name, value in held.items() if not name.startswith("_")}
 
 
 def attribute_keys(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
@@ -53,3 +56,60 @@ def refuse_set_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -
             code="TPU402",
             remedy="keep the value in an attribute of the module, or set it before the call",
         )
+
+
+class Reads(Protocol):
+    """What code reads, by name (`tracing/guards/code_reads.py`)."""
+
+    def reads(self, attribute: str) -> bool:
+        """Return whether the code may read an attribute of this name."""
+        ...
+
+
+def _given(tensor: torch.Tensor) -> list[str]:
+    """Return the names of the attributes on an argument or result that a script has set."""
+    if type(tensor) not in _PLAIN or tensor.__dict__.keys() <= OWN:
+        return []
+    return [n for n in attributes_set_on(tensor) if not n.startswith(_OF_TORCH)]
+
+
+def refuse_given_attributes(arguments: Any, code: Callable[[], Reads]) -> None:
+    """Refuse arguments that have an attribute which the code may read: a program takes arrays.
+
+    Raises:
+        PortError: a tensor has one. A subclass of Tensor may keep its own.
+    """
+    for leaf in pytree.flatten(arguments)[0]:
+        for name in _given(leaf):
+            if code().reads(name):
+                raise port_error(
+                    f"the attribute {name!r} is set on a tensor that is an argument: a program"
+                    " gets the values of the tensor only",
+                    code="TPU402",
+                    remedy=_PASS,
+                )
+
+
+def refuse_left_attributes(result: Any, arguments: Iterable[Any]) -> None:
+    """Refuse a call that sets attributes of its arguments or result, which would be lost.
+
+    Those of parameters and buffers are seen with the module's state.
+
+    Raises:
+        PortError: it did.
+    """
+    made = [leaf for leaf in pytree.flatten(result)[0] if not getattr(leaf, "_is_given", False)]
+    for leaf in (*made, *arguments):
+        if names := _given(leaf):
+            raise port_error(
+                f"the call sets the attribute {names[0]!r} on a tensor that it returns or was"
+                " given: a program gives the values of the tensor only",
+                code="TPU402",
+                remedy=_PASS,
+            )
+
+
+# Set by `torch.nn.Buffer`, and by torch.compile, whose marks are about sizes.
+_OF_TORCH = ("_is_buffer", "persistent", "_dynamo", "_has_dynamo", "_specialize_on")
+_PLAIN = (torch.Tensor, torch.nn.Parameter, TracedTensor)
+_PASS = "pass it beside the tensor, as an argument or result of its own"
