@@ -39,7 +39,7 @@ def kinds_of(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for value in (*args, *kwargs.values()) if kwargs else args:
         kind = type(value)
         if kind is torch.Tensor:
-            if value.layout is not torch.strided or value.device.type != "cpu":
+            if value.layout is not torch.strided or value.device.type != "cpu" or value.__dict__:
                 return None
             graph = (value.requires_grad, value.is_leaf)
             kinds.append((value.dtype, value.shape, value.stride(), graph))

@@ -40,7 +40,7 @@ class Copies:
             made = torch.empty(0, dtype=tensor.dtype)
             made.set_(copied, tensor.storage_offset(), tensor.size(), tensor.stride())
         if isinstance(tensor, torch.nn.Parameter):
-            made = parameter_like(made, tensor)
+            return parameter_like(made, tensor)
         vars(made).update(vars(tensor))
         return made
 

@@ -51,6 +51,7 @@ from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.state.request import TraceRequest, TraceResult
+from tpuport.tracing.state.tensor_attributes import refuse_given_attributes
 
 # One program may be bound for each of many strings.
 _MOST_BOUND = 1024
@@ -168,6 +169,7 @@ class PortedModel(PortedState):
     def _called(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], sampler: Sampler | None
     ) -> Any:
+        refuse_given_attributes((args, kwargs), lambda: self._tracer.outside(method).code)
         verifier = self._verifier
         if verifier is not None:
             if verifier.always or self._path_of(method, args, kwargs) not in verifier.done:

@@ -290,6 +290,7 @@ class PortedState:
             made = shared_memory.to_torch(value, dtype_of(name, tensor.dtype))
             if isinstance(tensor, torch.nn.Parameter):
                 return parameter_like(made, tensor)
+            vars(made).update(vars(tensor))
             return made.requires_grad_(tensor.requires_grad and made.is_floating_point())
 
         made = clone_module(module, back)[0]

@@ -107,7 +107,8 @@ def for_each(
     Returns:
         The carried values at the end.
     """
-    if getattr(rows, "is_traced", False) is True:
+    is_joined = isinstance(rows, (zip, enumerate)) and _inside_trace()
+    if is_joined or getattr(rows, "is_traced", False) is True:
         from tpuport.tracing.control_flow.for_rows import traced_for
 
         return traced_for(rows, body, operands, written)

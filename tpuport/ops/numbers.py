@@ -46,9 +46,13 @@ def _number(value: Any, kind: type) -> Any:
 
 def length(value: Any) -> Any:
     """Return `len(value)`; for a traced tensor whose size depends on data, a traced number."""
-    if not is_traced(value) or is_plain(value) or not value.dim():
+    if not is_traced(value) or is_plain(value):
         return len(value)
-    return value.shape[0]
+    from tpuport.tracing.core.row_list import RowList
+
+    if isinstance(value, RowList):
+        return value.count
+    return value.shape[0] if value.dim() else len(value)
 
 
 def item(value: Any) -> Any:

@@ -139,8 +139,7 @@ class TensorWhile(Rule):
         # Only a trace knows whether the number of rows depends on data.
         if not context.is_live or not context.is_traced(node.iter):
             return
-        is_counted = is_range(node.iter) or (_is_paired(node.iter) and context.grows(node))
-        if is_counted or not _is_builtin(node.iter):
+        if is_range(node.iter) or _is_paired(node.iter) or not _is_builtin(node.iter):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:

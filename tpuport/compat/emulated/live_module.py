@@ -192,17 +192,7 @@ class LiveModel(PortedModel):
     def _taken_apart(self, module: torch.nn.Module) -> StateTree:
         """Return the state of the user's module, without attributes that its code never reads."""
         tree = state_tree(module, self._tracer.numbers, graphs=True)
-        unread = [
-            name
-            for name, (_, attribute) in tree.owners.items()
-            if name not in tree.registered and name in tree.statics
-            if not self._outside.code.reads(attribute) and attribute not in ("training", "forward")
-        ]
-        for name in unread:
-            del tree.statics[name]
-        starts = tuple(name + end for name in unread for end in ("[", "."))
-        for name in [n for n in tree.leaves if n in unread or (starts and n.startswith(starts))]:
-            del tree.leaves[name]
+        tree.drop_unread(self._outside.code.reads)
         return tree
 
     def _follow_shardings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -209,8 +209,9 @@ class Cloner:
 
 
 def parameter_like(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return a parameter with another value, and the hooks that see its gradient."""
+    """Return a parameter with another value, the same attributes and the hooks on its gradient."""
     made = torch.nn.Parameter(value, requires_grad=like.requires_grad)
+    vars(made).update(vars(like))
     for hook in (like._backward_hooks or {}).values():
         made.register_hook(hook)
     return made

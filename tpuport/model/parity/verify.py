@@ -50,7 +50,9 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
             if not trainable:
                 return tensor
             return parameter_like(lazy_clone(tensor), tensor)
-        return lazy_clone(tensor).requires_grad_(tensor.requires_grad)
+        made = lazy_clone(tensor).requires_grad_(tensor.requires_grad)
+        vars(made).update(vars(tensor))
+        return made
 
     return clone_module(module, copy)[0]
 

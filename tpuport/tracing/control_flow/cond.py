@@ -33,6 +33,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import decide, identity_is_asked, raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import inside_try
+from tpuport.tracing.core.row_list import RowList
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.tensor import TracedTensor, item
 from tpuport.tracing.core.transforms import transforming
@@ -148,6 +149,8 @@ def truth(test: Any) -> jax.Array:
     if isinstance(test, torch.Tensor):
         refuse_ambiguous(test)
         value = value_of(test).reshape(())
+    elif isinstance(test, RowList):
+        return truth(test.count)
     elif isinstance(test, sym_numbers.SYMBOLIC):
         return sym_numbers.truth(test)
     else:
@@ -209,6 +212,8 @@ def traced_check(test: Any, make_error: Callable[[], BaseException | None]) -> N
 def traced_number(tensor: Any, kind: type) -> Any:
     """Return `float(t)`, `int(t)` or `bool(t)` of a traced tensor, as a traced Python number."""
     number = item(tensor) if isinstance(tensor, TracedTensor) else tensor
+    if kind is bool and isinstance(tensor, RowList):
+        number = tensor.count
     if kind is float:
         return sym_numbers.as_python(torch.sym_float(number))
     if kind is int:

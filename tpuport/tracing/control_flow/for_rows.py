@@ -17,14 +17,16 @@ import torch
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
+from tpuport.tracing.control_flow.joined_rows import joined_rows
 from tpuport.tracing.control_flow.merge import Forced, Unlike, merge, shared_write
 from tpuport.tracing.control_flow.reached import reached_by
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.tensor import RowList, TracedTensor, version
+from tpuport.tracing.core.row_list import RowList
+from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.transforms import refuse_loop
-from tpuport.tracing.core.values import value_of
+from tpuport.tracing.core.values import flat, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 
 # Each round is compiled by itself.
@@ -45,12 +47,15 @@ def traced_for(
     refuse_loop()
     is_list = isinstance(rows, RowList)
     tensor = rows.rows if is_list else rows
-    if trace is None or 0 not in extents_of(tensor):
+    joined = joined_rows(rows)
+    if trace is None or (joined is None and 0 not in extents_of(tensor)):
         for row in tensor:
             operands = body(row, *operands)
         return operands
     reached = [written, *reached_by(body)]
-    for row, is_present in _rounds(tensor):
+    if joined is not None and joined.most > _MOST_ROUNDS:
+        raise _too_many(joined.most)
+    for row, is_present in _rounds(tensor) if joined is None else joined.rounds():
         run = functools.partial(body, row.tolist()) if is_list else _keeping(row, body)
         operands = _round(trace, is_present, run, [list(operands), *reached], operands, site)
     return operands
@@ -71,23 +76,29 @@ def _rounds(rows: TracedTensor) -> Iterator[tuple[torch.Tensor, jax.Array]]:
             yield torch.full(plain.shape[1:], number, dtype=rows.dtype), found[index]
         return
     if array.shape[0] > _MOST_ROUNDS:
-        raise port_error(
-            f"a loop over rows whose number depends on data, at most {array.shape[0]}: each of"
-            " them would be compiled by itself",
-            code="TPU203",
-            remedy="compute all rows at once, and select with a mask",
-        )
+        raise _too_many(array.shape[0])
     for index in range(array.shape[0]):
         yield plain[index], is_real[index]
 
 
-def _keeping(row: torch.Tensor, body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the body of a loop that refuses to write to a row, which is a copy here."""
-    before = version(row)
+def _too_many(rounds: int) -> PortError:
+    return port_error(
+        f"a loop over rows whose number depends on data, at most {rounds}: each of them would be"
+        " compiled by itself",
+        code="TPU203",
+        remedy="compute all rows at once, and select with a mask",
+    )
+
+
+def _keeping(row: Any, body: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the body of a loop that refuses to write to its rows, which are copies here."""
+    rows = [one for one in flat((row,), {}) if isinstance(one, torch.Tensor)]
+    before = [version(one) for one in rows]
 
     def run(*operands: Any) -> Any:
         result = body(row, *operands)
-        if not isinstance(row, TracedTensor) and version(row) != before:
+        given = zip(rows, before, strict=True)
+        if any(not isinstance(one, TracedTensor) and version(one) != old for one, old in given):
             raise port_error(
                 "a loop over rows whose number depends on data writes to a row",
                 code="TPU203",

@@ -19,10 +19,11 @@ from jax.ad_checkpoint import checkpoint_name
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import concretize, int64
-from tpuport.tracing.core.concretize import decide, identity_is_asked, refuse_rows
+from tpuport.tracing.core.concretize import decide, identity_is_asked
 from tpuport.tracing.core.errors import port_error, refuse_flag_in_branch
 from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.op_handler import handle
+from tpuport.tracing.core.row_list import RowIterator, RowList
 from tpuport.tracing.core.storage import Flow, Storage, detaching
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
@@ -350,7 +351,7 @@ class TracedTensor(backend.TorchaxTensor):
 
     def __iter__(self) -> Any:
         if self._extents and 0 in self._extents:
-            raise refuse_rows()
+            return RowIterator(self)
         return torch.Tensor.__iter__(self)
 
     def __len__(self) -> int:
@@ -711,29 +712,6 @@ def tolist(tensor: TracedTensor) -> Any:
     if tensor._extents and 0 in tensor._extents:
         return RowList(tensor)
     return [tolist(part) for part in tensor.unbind(0)]  # type: ignore[arg-type]
-
-
-class RowList:
-    """`.tolist()` of a tensor whose number of rows depends on data: a `for` may go over it."""
-
-    is_traced = True
-
-    def __init__(self, rows: TracedTensor) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        raise refuse_rows()
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return tolist(self.rows[index])  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise refuse_rows()
 
 
 def version(value: Any) -> int:

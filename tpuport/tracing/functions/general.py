@@ -15,6 +15,7 @@ from tpuport.tracing.control_flow.cond import traced_check, truth
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.row_list import RowList
 from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import item, tolist
@@ -98,6 +99,8 @@ def _numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     rest = {k: v for k, v in kwargs.items() if k in ("dtype",)}
+    if isinstance(data, RowList):
+        data = _rows_of(data, rest.get("dtype"))
     if isinstance(data, torch.Tensor):
         if traced(trace, data) is None:
             return NotImplemented
@@ -109,6 +112,14 @@ def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         rows = [_tensor_row(trace, item, rest) for item in data]
         return torch.stack(rows)
     return NotImplemented
+
+
+def _rows_of(data: RowList, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return the tensor of a list; eager makes one of float32 of an empty list without a dtype."""
+    if dtype is None:
+        message = "an empty list makes a tensor of float32 here in PyTorch: pass a dtype"
+        traced_check(data.count == 0, lambda: ValueError(message))
+    return data.rows
 
 
 @function(torch.Tensor.new_tensor)
@@ -193,14 +204,16 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _stacked(trace: Trace, index: Any) -> Any:
-    """Stack the sequences of traced tensors in an index: C++ would read their values."""
+    """Make tensors of the lists of traced values in an index: C++ would read their values."""
 
     def one(part: Any) -> Any:
+        if isinstance(part, RowList):
+            return part.rows
         sequence = isinstance(part, (list, tuple)) and holds_traced(trace, part)
         return _tensor(trace, torch.tensor, (part,), {}) if sequence else part
 
     if not isinstance(index, tuple):
-        return index
+        return one(index)
     parts = tuple(map(one, index))
     same = all(a is b for a, b in zip(parts, index, strict=True))
     return index if same else parts

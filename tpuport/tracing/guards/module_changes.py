@@ -85,12 +85,13 @@ def frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
         if owner._forward_hooks or owner._forward_pre_hooks
     ]
     trained = [p.requires_grad for p in torch.nn.Module.parameters(module)]
-    return (tree.statics, tree.modules, hooks, trained)
+    return (tree.statics, tree.modules, hooks, trained, tree.set_on)
 
 
 def differences(before: StateTree, after: StateTree) -> Iterator[str]:
     """Find the names of Python state that changed."""
     yield from changed_names(before.statics, after.statics)
+    yield from changed_names(before.set_on, after.set_on)
 
 
 def named(changed: Iterator[str]) -> list[str]:

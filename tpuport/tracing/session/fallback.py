@@ -149,9 +149,13 @@ def _with_values(master: torch.nn.Module, known: dict[str, Any]) -> torch.nn.Mod
     def value(tensor: torch.Tensor) -> Any:
         name = names.get(id(tensor))
         if name not in known:
-            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        made = backend.to_torch(known[name], tensor.dtype)
-        return parameter_like(made, tensor) if isinstance(tensor, torch.nn.Parameter) else made
+            made = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        else:
+            made = backend.to_torch(known[name], tensor.dtype)
+            if isinstance(tensor, torch.nn.Parameter):
+                return parameter_like(made, tensor)
+        vars(made).update(vars(tensor))
+        return made
 
     return clone_module(master, value)[0]
 

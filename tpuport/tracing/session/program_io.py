@@ -18,6 +18,7 @@ from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.session.growing_arguments import sized
 from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.request import TraceRequest
+from tpuport.tracing.state.tensor_attributes import attributes_set_on, refuse_left_attributes
 
 
 def program_leaves(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[Any]]:
@@ -97,7 +98,8 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
     like = tensor if whole else meta_of(tensor)
     made = TracedTensor(Storage(value, trace), (), like, value, flow)
     made._is_leaf, made._is_given = tensor.is_leaf, True
-    vars(made).update({k: v for k, v in tensor.__dict__.items() if not k.startswith("_")})
+    if tensor.__dict__:
+        vars(made).update(attributes_set_on(tensor))
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
     return made
@@ -131,7 +133,25 @@ def traced_arguments(
     return args, kwargs, made, containers
 
 
-def refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
+def refuse_lost_effects(
+    trace: Trace, module: torch.nn.Module | None, made: list[Any], result: Any
+) -> None:
+    """Refuse what a call does beside its result and its own state, which would be lost.
+
+    Args:
+        trace: The trace of the call.
+        module: The traced copy of the module.
+        made: The call's arguments.
+        result: What it returned.
+
+    Raises:
+        PortError: it wrote to another tensor, or set an attribute of an argument or result.
+    """
+    _refuse_foreign_writes(trace, module, made)
+    refuse_left_attributes(result, made)
+
+
+def _refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
     """Refuse writes to tensors other than arguments and the module's own: they would be lost.
 
     Raises:

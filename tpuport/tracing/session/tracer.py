@@ -53,7 +53,7 @@ from tpuport.tracing.session.output_aliases import memory_of, output_aliases, re
 from tpuport.tracing.session.program_io import (
     is_of_text,
     program_leaves,
-    refuse_foreign_writes,
+    refuse_lost_effects,
     refuse_text,
     refuse_writes_in_closures,
     state_tensor,
@@ -70,6 +70,7 @@ from tpuport.tracing.state.module_state import (
     state_tree,
 )
 from tpuport.tracing.state.request import TraceRequest, TraceResult
+from tpuport.tracing.state.tensor_attributes import refuse_set_attributes
 
 _MAX_ATTEMPTS = 40
 NEEDS_VALUE = {"TPU101", "TPU103", "TPU104", "TPU203", "TPU301"}
@@ -338,7 +339,7 @@ class Tracer:
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
         trace.recorder.guards.refuse_writes(trace.is_foreign)
-        refuse_foreign_writes(trace, module, made)
+        refuse_lost_effects(trace, module, made, result)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
@@ -438,6 +439,7 @@ class Tracer:
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())
         )
         if module is not None and before is not None and after is not None:
+            refuse_set_attributes(before.set_on, after.set_on)
             refuse_moved_parameters(before, after)
             refuse_new_ties(before, after)
             forget_random_states(before, after)

@@ -15,6 +15,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.state.hook_state import hooks_of, kept_hooks, refuse_handles
+from tpuport.tracing.state.tensor_attributes import OWN, attribute_keys
 
 # Attributes that torch keeps on every module for itself, hooks included.
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -27,6 +28,7 @@ class StateTree:
     `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
     `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
     modules that have some, by fqn. `trained` says which parameters require grad, if graphs count.
+    `set_on` has a key for each attribute that a script has set on a tensor, by name.
     """
 
     leaves: dict[str, Any]
@@ -38,6 +40,7 @@ class StateTree:
     modules: dict[str, tuple[int, type]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
+    set_on: dict[str, Any] = field(default_factory=dict)
 
     def attributes_of(self, names: Iterable[str]) -> list[str]:
         """Return the names of the attributes that hold some leaves, under all of their names."""
@@ -49,6 +52,22 @@ class StateTree:
         while name not in self.owners:
             name = name[: max(name.rfind("["), name.rfind("."))]
         return name
+
+    def drop_unread(self, reads: Callable[[str], bool]) -> None:
+        """Drop attributes of modules and tensors that no code reads, as `reads` says by name."""
+        unread = [
+            name
+            for name, (_, attribute) in self.owners.items()
+            if name not in self.registered and name in self.statics
+            if not reads(attribute) and attribute not in ("training", "forward")
+        ]
+        for name in unread:
+            del self.statics[name]
+        starts = tuple(name + end for name in unread for end in ("[", "."))
+        for name in [n for n in self.leaves if n in unread or (starts and n.startswith(starts))]:
+            del self.leaves[name]
+        for name in [n for n in self.set_on if not reads(n.rpartition(".")[2])]:
+            del self.set_on[name]
 
 
 def named_owners(
@@ -100,6 +119,8 @@ def state_tree(
             if first != name:
                 tree.aliases.setdefault(first, []).append(name)
                 return
+            if not value.__dict__.keys() <= OWN:
+                tree.set_on.update(attribute_keys(name, value))
         tree.leaves[name] = value
 
     # Without this, reading a tensor's size would go through the modes of a running trace.
