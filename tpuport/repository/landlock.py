@@ -20,7 +20,7 @@ _NEEDED = 3
 
 
 def refuse_writes_outside(folders: Iterable[str]) -> bool:
-    """Let this thread, and all that it starts, change files only below some folders, for good.
+    """Let this thread, and all that it starts, change files only below some folders until it ends.
 
     Args:
         folders: Folders, or files; those that are not there are left out.

@@ -29,7 +29,7 @@ def attributes_set_on(tensor: torch.Tensor) -> Mapping[str, Any]:
 
 
 def attribute_keys(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """Return a key for each attribute set on a tensor; it is another one if the value changes."""
+    """Return a key for each attribute set on a tensor; the key changes with the value."""
     for attribute, value in attributes_set_on(tensor).items():
         if type(value) in ATOMIC:
             key = pytree.hashable(value, [])
