@@ -1,11 +1,11 @@
-"""Random training scripts and modules of Python's idioms, from `benchmarks`.
+"""Random training scripts, steps and modules of Python's idioms, from `benchmarks`.
 
 A few of each, beside the tests of what they have found; `make fuzz` runs many more.
 """
 
 import pytest
 
-from benchmarks import python_idioms, training_scripts
+from benchmarks import python_idioms, task_scripts, train_steps, training_scripts
 
 
 @pytest.mark.parametrize("seed", [9, 17, 22, 61, 262])
@@ -21,3 +21,13 @@ def test_an_idiom_of_python_means_what_it_means_in_eager_pytorch(seed, how, tmp_
     kind, what = python_idioms.verdict(source, changes, tmp_path, how)
     known = {"convert": ("passes", "refused"), "porting": ("passes",)}
     assert kind in known[how], what
+
+
+@pytest.mark.parametrize("seed", [1, 7, 23])
+def test_a_research_script_shows_what_it_shows_in_eager_pytorch(seed, tmp_path):
+    assert task_scripts.verdict(task_scripts.made(seed), tmp_path) == ("passes", "")
+
+
+@pytest.mark.parametrize("seed", [1, 2, 12])
+def test_a_training_step_gives_what_a_loop_in_eager_pytorch_gives(seed, tmp_path):
+    assert train_steps.verdict(train_steps.Setting.of(seed), tmp_path) == ("passes", "")
