@@ -16,7 +16,7 @@ import torch
 
 import tpuport
 
-PROMPT, NEW, ROUNDS = 16, 64, 5
+PROMPT, NEW, ROUNDS = 16, 64, 15
 # Width, layers, heads and tokens of the vocabulary.
 SIZES = {"tiny": (64, 2, 4, 256), "small": (384, 6, 6, 4096)}
 Run = Callable[[torch.Tensor], np.ndarray]

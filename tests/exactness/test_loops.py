@@ -219,3 +219,32 @@ def test_a_tensor_that_gets_another_shape_is_refused():
     match = r"TPU104 .* shape \(2, 2\) before the loop and \(2,\) after a round"
     with pytest.raises(tpuport.PortError, match=match):
         tpuport.convert(changes_a_shape)(torch.ones(3, 2), torch.ones(1))
+
+
+def fails_in_each_round(x: torch.Tensor):
+    while x.sum() < 40:
+        x = x @ torch.ones(5, 5)
+    return x
+
+
+def raises_in_each_round(x: torch.Tensor):
+    while x.sum() < 40:
+        raise ValueError("too small")
+    return x
+
+
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_without_checks_a_loop_is_left_out_only_if_the_code_itself_raises(is_jitted):
+    large, small = torch.full((3, 2), 50.0), torch.ones(3, 2)
+
+    def call(function, x):
+        ported = tpuport.convert(function, checks=False, verify=False)
+        if is_jitted:
+            return jax.jit(ported.apply)({}, {}, None, x.numpy())[0]
+        return tpuport.to_numpy(ported(x))
+
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        call(fails_in_each_round, small)
+    assert np.array_equal(call(raises_in_each_round, small), small.numpy())
+    ported = tpuport.convert(fails_in_each_round)
+    assert np.array_equal(tpuport.to_numpy(ported(large)), large.numpy())

@@ -5,6 +5,8 @@ count as often as they run, and arrays that stay on the chip do not count. An ar
 sliced counts as its slices; one that is updated in place counts as the update.
 """
 
+from typing import Any
+
 from tpuport.cost.hlo.collectives import collective_kind
 from tpuport.cost.hlo.parser import Array, Computation, HloProgram, Instruction
 
@@ -13,6 +15,10 @@ _UPDATE = "dynamic-update-slice"
 # A fusion that advances a collective by a step, in addition to its own work. The bytes that the
 # collective moves count where it starts and ends.
 _STEP = "async_collective_fusion"
+
+
+# A fusion inside of another: where it is, itself, and what is around that.
+_Around = tuple[Computation, Instruction, Any] | None
 
 
 def traffic(program: HloProgram, computation: Computation, one: Instruction) -> int:
@@ -45,9 +51,9 @@ def _read(
     whole = _in_memory(source.arrays)
     if inner is not None:
         parameter = _parameter(inner, place)
-        part = None if parameter is None else _part(program, inner, parameter)
+        part = None if parameter is None else _part(program, inner, parameter, None)
     else:
-        part = _used(program, computation, one, place)
+        part = _used(program, computation, one, place, None)
     return whole if part is None else min(part, whole)
 
 
@@ -56,14 +62,23 @@ def _parameter(inner: Computation, place: int) -> Instruction | None:
     return next((i for i in found if i.arguments.strip() == str(place)), None)
 
 
-def _part(program: HloProgram, inner: Computation, source: Instruction) -> int | None:
-    """Return the bytes of `source` that its users read; None if some user reads all of it."""
-    total = 0
+def _part(
+    program: HloProgram, inner: Computation, source: Instruction, around: _Around
+) -> int | None:
+    """Return the bytes of `source` that its users read; None if some user reads all of it.
+
+    The result of a fusion inside of another one, such as a bitcast, is read by users there.
+    """
+    total: int | None = 0
+    if source is inner.root:
+        total = None if around is None else _part(program, *around)
+        if total is None:
+            return None
     for user in inner.instructions.values():
         for place, name in enumerate(user.operands):
             if name != source.name:
                 continue
-            part = _used(program, inner, user, place)
+            part = _used(program, inner, user, place, around)
             if part is None:
                 return None
             total += part
@@ -71,7 +86,7 @@ def _part(program: HloProgram, inner: Computation, source: Instruction) -> int |
 
 
 def _used(
-    program: HloProgram, computation: Computation, user: Instruction, place: int
+    program: HloProgram, computation: Computation, user: Instruction, place: int, around: _Around
 ) -> int | None:
     """Return the bytes that one user reads of its operand; None for all of it."""
     # Asynchronous slices too, such as `slice-start`.
@@ -82,10 +97,11 @@ def _used(
     if _only_steps(computation, user):
         return 0
     if user.opcode == "bitcast":
-        return _part(program, computation, user)
+        return _part(program, computation, user, around)
     if (inner := _fused(program, user)) is not None:
         parameter = _parameter(inner, place)
-        return None if parameter is None else _part(program, inner, parameter)
+        outside = (computation, user, around)
+        return None if parameter is None else _part(program, inner, parameter, outside)
     return None
 
 

@@ -74,6 +74,12 @@ def user_places(trace: TracebackType | None) -> Iterator[CodePlace]:
             yield CodePlace.at(frame.f_code.co_filename, line)
 
 
+def ends_inside(trace: TracebackType | None) -> bool:
+    """Return whether a traceback ends in library code: the user's own code raised nothing."""
+    frames = list(traceback.walk_tb(trace))
+    return bool(frames) and is_inside(frames[-1][0].f_code.co_filename)
+
+
 def passes_through(trace: TracebackType | None, file: str) -> bool:
     """Return whether a traceback has a frame of a tpuport file, named relative to the package."""
     wanted = os.path.join(_TPUPORT, *file.split("/"))

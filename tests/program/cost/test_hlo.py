@@ -313,6 +313,39 @@ def test_of_an_array_that_is_fetched_in_parts_the_part_is_read():
     assert read_compiled(FETCHED).hbm_bytes == 8 * 128 * 4
 
 
+PASSED_ON = """\
+%seen (b: f32[64,128]) -> f32[64,128] {
+  %b = f32[64,128] parameter(0)
+  ROOT %same = f32[64,128] bitcast(%b)
+}
+
+%product (w: f32[64,128], x: f32[8,128]) -> f32[8,64] {
+  %w = f32[64,128] parameter(0)
+  %x = f32[8,128] parameter(1)
+  %inner = f32[64,128] fusion(%w), kind=kLoop, calls=%seen
+  ROOT %y = f32[8,64] convolution(%x, %inner), dim_labels=bf_oi->bf
+}
+
+%part (w: f32[64,128]) -> f32[8,128] {
+  %w = f32[64,128] parameter(0)
+  %inner = f32[64,128] fusion(%w), kind=kLoop, calls=%seen
+  ROOT %y = f32[8,128] slice(%inner), slice={[0:8], [0:128]}
+}
+
+ENTRY %main (a: f32[64,128], b: f32[8,128]) -> f32[8,64] {
+  %a = f32[64,128] parameter(0)
+  %f = f32[8,128] fusion(%a), kind=kLoop, calls=%part
+  ROOT %g = f32[8,64] fusion(%a, %f), kind=kOutput, calls=%product
+}
+"""
+
+
+def test_what_a_fusion_inside_of_another_passes_on_is_read_there():
+    product = 64 * 128 + 8 * 128 + 8 * 64
+    part = 2 * 8 * 128
+    assert read_compiled(PASSED_ON).hbm_bytes == 4 * (product + part)
+
+
 ON_ITS_WAY = """\
 %async_collective_fusion.1 (p0: f32[8,128], p1: f32[64,128], p2: f32[16,128]) -> (f32[16,128], f32[8,128], f32[64,128]) {
   %p0 = f32[8,128] parameter(0)

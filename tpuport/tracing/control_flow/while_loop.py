@@ -12,7 +12,7 @@ from jax import lax
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError
-from tpuport.foundation.user_frames import user_line
+from tpuport.foundation.user_frames import ends_inside, user_line
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.growth import Place, Surroundings
 from tpuport.tracing.control_flow.loop_gradient import while_with_gradient
@@ -117,6 +117,9 @@ class _Loop:
                 raise
             except _Raises as raised:
                 self._enter(draws, code)
+                if code is None and ends_inside(raised.error.__traceback__):
+                    # Without checks only what the code itself raises may be left out.
+                    raise raised.error from None
                 raise_if(truth(self._call(self.test, self.initial)), raised.error)
                 return pytree.unflatten(self.spec, self.leaves)
         # If the loop drew nothing, the counts stay Python numbers: later code can compare them.
