@@ -198,6 +198,13 @@ def test_a_weights_error_is_at_most_half_a_step(symmetric: bool):
     assert torch.all(error <= codes.scale.t() * (0.5 if symmetric else 1.0) + 1e-6)
 
 
+@pytest.mark.parametrize("inputs", [{"activation_bits": 16}, {"activations": "tensor"}])
+@pytest.mark.parametrize("field", [{"activation_symmetric": False}, {"activation_clip": 0.9}])
+def test_fields_that_would_change_nothing_are_refused(inputs: dict, field: dict):
+    with pytest.raises(UsageError, match="rounded by token"):
+        QuantizationScheme(**inputs, **field)
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
