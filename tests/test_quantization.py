@@ -90,6 +90,32 @@ def test_the_reports_errors_are_what_is_measured(one: QuantizationScheme):
     assert ("no batch" in report.kept.get("unused", "")) == one.is_calibrated
 
 
+@pytest.mark.parametrize("one", SCHEMES, ids=lambda s: f"{s.name}-{s.method}-{s.activations}")
+def test_errors_do_not_depend_on_the_unit_of_inputs_and_weights(one: QuantizationScheme):
+    errors = []
+    for unit in (1.0, 1e-7):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(64, 32, bias=False), torch.nn.Conv1d(6, 4, 3, bias=False)
+        )
+        for parameter in model.parameters():
+            parameter.data *= unit
+        x = (torch.randn(2, 6, 64) + 0.3) * unit
+        # A row of equal numbers has no range.
+        x[0, 0] = unit
+        keep = ["1"] if one.method != "round" else []
+        frozen = freeze(model, one, calibrate(model, one, [x], keep=keep), keep)[1]
+        found = {}
+        with torch.no_grad():
+            for name, layer in frozen.items():
+                given = x if name == "0" else model[0](x)
+                want = model.get_submodule(name)(given)
+                found[name] = deviation([want.numpy()], [layer(given).numpy()])
+        errors.append(found)
+    assert errors[1] == pytest.approx(errors[0], rel=0.05)
+    assert errors[0]["0"] < 0.2
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_packing_keeps_all_codes(bits: int):
     codes = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).view(1, 1, -1)
@@ -170,6 +196,13 @@ def test_a_weights_error_is_at_most_half_a_step(symmetric: bool):
     codes = round_weight(weight, scheme("w4a16", group=32, symmetric=symmetric))
     error = (codes.weight() - weight).abs().unflatten(1, (2, 32)).amax(-1)
     assert torch.all(error <= codes.scale.t() * (0.5 if symmetric else 1.0) + 1e-6)
+
+
+@pytest.mark.parametrize("inputs", [{"activation_bits": 16}, {"activations": "tensor"}])
+@pytest.mark.parametrize("field", [{"activation_symmetric": False}, {"activation_clip": 0.9}])
+def test_fields_that_would_change_nothing_are_refused(inputs: dict, field: dict):
+    with pytest.raises(UsageError, match="rounded by token"):
+        QuantizationScheme(**inputs, **field)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Every scheme and method on a Llama, a ViT and a DiT: errors of the report are measured again."""
+"""Every scheme and method on a Llama, a ViT, a DiT and π0: the report's errors, measured again."""
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,9 @@ from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DMod
 from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTModel
 
 import tpuport
+from recipes.openpi.model import make_policy
+from recipes.openpi.quantize import Acting
+from tests.recipes.openpi.small import SMALL, observations
 from tpuport.quantization import QuantizationScheme
 
 Scheme = QuantizationScheme
@@ -59,8 +64,17 @@ def dit() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     return model, batch
 
 
+def pi0() -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the sampling of actions, with both transformers of π0 wide enough to be sharded."""
+    wide = {"width": 128, "mlp": 256, "head_dim": 64, "depth": 1}
+    language, expert = replace(SMALL.language, **wide), replace(SMALL.expert, **wide)
+    policy = make_policy(replace(SMALL, language=language, expert=expert))
+    batch = observations(8, length=11)
+    return Acting(policy, 1), {"noise": batch.pop("noise"), "batch": batch}
+
+
 MODELS: dict[str, Callable[[], tuple[torch.nn.Module, dict[str, Any]]]] = {
-    "llama": llama, "vit": vit, "dit": dit,
+    "llama": llama, "vit": vit, "dit": dit, "pi0": pi0,
 }  # fmt: skip
 FAST = {("llama", "duquant-greedy"), ("vit", "w8a8"), ("dit", "gptq")}
 
@@ -76,6 +90,8 @@ def model_and_batch(name: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 
 
 def first_of(output: Any) -> torch.Tensor:
+    if isinstance(output, torch.Tensor):
+        return output
     return next(iter(output.values())) if hasattr(output, "values") else output[0]
 
 
@@ -126,6 +142,43 @@ def test_the_reports_errors_are_measured_again(name: str, scheme: str):
     assert report.outputs.relative == pytest.approx(error, rel=0.1)
     ours = first_of(tpuport.to_torch(made(**batch)))
     assert differing(got, ours)[0] < 2e-2
+
+
+# test_quantization.py has them on two layers.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "preset"), [("llama", "tensor_parallel"), ("pi0", "fsdp")])
+def test_the_four_steps_on_eight_devices_equal_one(name: str, preset: str, tmp_path: Path):
+    torch.manual_seed(0)
+    model, batch = pi0() if name == "pi0" else llama()
+    model.eval()
+    if name == "llama":
+        batch["input_ids"] = torch.randint(0, 64, (8, 12))
+    scheme = Scheme(4, 8, group=32, activations="tensor")
+    given: Any = {"calibration": [batch], "verify": False}
+    if name == "pi0":
+        given["keep"] = ["**.vision_tower.**", "policy.*_proj", "policy.action_time_mlp_*"]
+    alone = tpuport.quantize(model, scheme, **given)
+    ported = tpuport.convert(model, verify=False)
+    tpuport.shard(ported, {"fsdp": 4, "tensor": 2}, preset)
+    spread = tpuport.quantize(ported, scheme, **given)
+    sharded = [n for n, one in spread.buffers.items() if not one.sharding.is_fully_replicated]
+    assert sum(one.endswith(".codes") for one in sharded) >= 3
+    for key, value in alone.buffers.items():
+        np.testing.assert_allclose(spread.buffers[key], value, rtol=1e-5, atol=1e-7, err_msg=key)
+    for a, b in zip(alone.quantization.layers, spread.quantization.layers, strict=True):
+        assert a.deviation is not None
+        assert b.deviation is not None
+        assert a.deviation.relative == pytest.approx(b.deviation.relative, rel=1e-3)
+    path = tmp_path / "spread.safetensors"
+    tpuport.save_checkpoint(path, spread)
+    served = tpuport.quantize(ported, checkpoint=path)
+    want = first_of(tpuport.to_torch(alone(**batch)))
+    for one in (spread, served, tpuport.quantize(model, checkpoint=path)):
+        # A value between two codes may be rounded to either.
+        assert differing(want, first_of(tpuport.to_torch(one(**batch))))[0] < 1e-2
+    for key, value in spread.buffers.items():
+        assert served.buffers[key].sharding == value.sharding, key
+        np.testing.assert_array_equal(served.buffers[key], value)
 
 
 def test_with_planted_outliers_duquant_is_better_than_rounding():

@@ -21,6 +21,7 @@ pytestmark = needs_libtpu
 
 SCHEMES = {
     "w8a8": QuantizationScheme(8, 8),
+    "w4a8": QuantizationScheme(4, 8),
     "w4a16": QuantizationScheme(4, 16, group=128),
     "duquant": QuantizationScheme(4, 8, method="duquant"),
 }
@@ -66,7 +67,10 @@ def whole_weights(program: Any, least: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("name", ["w4a16", pytest.param("duquant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    ["w4a16", *(pytest.param(n, marks=pytest.mark.slow) for n in ("w8a8", "w4a8", "duquant"))],
+)
 def test_no_weight_is_put_together_whole(name: str):
     model, _ = spread_out(ported(name, 1), "v6e-1", None, "fsdp")
     mesh: Any = model.mesh
@@ -89,6 +93,7 @@ def test_memory_and_flops_are_those_of_the_bits():
         name: one.memory.parameters + one.memory.buffers - kept for name, one in reports.items()
     }
     assert weights["float"] > 1.95 * weights["w8a8"]
+    assert weights["float"] > 3.9 * weights["w4a8"]
     assert weights["float"] > 3.6 * weights["w4a16"]
     assert weights["float"] > 3.6 * weights["duquant"]
     by_type = {
@@ -97,7 +102,8 @@ def test_memory_and_flops_are_those_of_the_bits():
         if report.work
     }
     total = by_type["float"]["bfloat16 x bfloat16"]
-    assert by_type["w8a8"]["int8 x int8"] > 0.95 * total
+    for name in ("w8a8", "w4a8"):
+        assert by_type[name]["int8 x int8"] > 0.95 * total
     assert by_type["w4a16"] == {"bfloat16 x bfloat16": total}
     # Rotations of blocks of 16 are in float32, and few beside the products.
     assert 0 < by_type["duquant"]["float32 x float32"] < 0.02 * total

@@ -9,11 +9,10 @@ import torch
 
 from tpuport.quantization.layer import FrozenLayer, input_codes
 from tpuport.quantization.product import pack
-from tpuport.quantization.rounding import round_weight
+from tpuport.quantization.rounding import LEAST_STEP, round_weight
 from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.tracing.core.lowering_registry import lowering
 
-_LEAST = 1e-5
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _REASON = "an op of tpuport: convolutions of integer codes"
 
@@ -136,7 +135,7 @@ class QuantizedConv(FrozenLayer):
         if step is None:
             dims = tuple(range(1, rows.dim()))
             peaks = rows.abs().amax(dims, keepdim=True) * self.scheme.activation_clip
-            step = (peaks / self.scheme.input_limit).clamp_min(_LEAST)
+            step = (peaks / self.scheme.input_limit).clamp_min(LEAST_STEP)
         y = code_convolution(input_codes(rows / step, self.scheme), held["codes"], **self.how)
         shape = (-1, *[1] * spatial)
         y = y * held["scale"].view(shape) * step

@@ -133,9 +133,15 @@ def transforms_of(
         gram, sizes = (torch.from_numpy(found[key].copy()) for key in ("gram", "sizes"))
         return [Divide(awq(weight.float(), gram, sizes, scheme))]
     peaks = torch.from_numpy(np.maximum(np.abs(found["low"]), np.abs(found["high"])))
-    of_weight = weight.float().abs().amax(0).clamp_min(_LEAST)
-    factors = peaks.clamp_min(_LEAST) ** scheme.strength / of_weight ** (1 - scheme.strength)
-    return [Divide(factors.clamp_min(_LEAST))]
+    of_weight = _at_least(weight.float().abs().amax(0))
+    factors = _at_least(peaks) ** scheme.strength / of_weight ** (1 - scheme.strength)
+    return [Divide(_at_least(factors))]
+
+
+def _at_least(sizes: torch.Tensor) -> torch.Tensor:
+    """Return sizes without zeros: at least 1e-5, or a share of the largest if that is below 1."""
+    largest = float(sizes.max())
+    return sizes.clamp_min(_LEAST * min(largest or 1.0, 1.0))
 
 
 def _shapes_of_calibrated(weight: torch.Tensor, scheme: QuantizationScheme) -> list[Transform]:

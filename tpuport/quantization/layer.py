@@ -7,11 +7,9 @@ import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.quantization.product import pack, scaled_product
-from tpuport.quantization.rounding import Codes, to_float8
+from tpuport.quantization.rounding import LEAST_STEP, Codes, step_of_range, to_float8
 from tpuport.quantization.scheme import QuantizationScheme
 from tpuport.quantization.transforms import Transform
-
-_LEAST = 1e-5
 
 
 class NoWeightError(UsageError, AttributeError):
@@ -186,10 +184,10 @@ def _rounded(
     if scheme.activation_symmetric:
         # One division: where the largest value of a row is between two codes, two would move it.
         limit = scheme.input_limit / scheme.activation_clip
-        step = (torch.maximum(high, -low) / limit).clamp_min(_LEAST)
+        step = (torch.maximum(high, -low) / limit).clamp_min(LEAST_STEP)
         return _product(input_codes(x / step, scheme), scheme, held) * step
     low, high = low * scheme.activation_clip, high * scheme.activation_clip
-    step = ((high - low) / 255).clamp_min(_LEAST)
+    step = step_of_range(low, high, 8)
     zero = torch.round(-low / step) - 128
     y = _product(input_codes(torch.round(x / step) + zero, scheme), scheme, held)
     return (y - zero * held["sums"]) * step

@@ -6,9 +6,10 @@ import torch
 
 from tpuport.quantization.scheme import FLOAT8_LIMIT, QuantizationScheme
 
-# As in the published DuQuant: no range is so small that a division by its scale overflows.
-_LEAST = 1e-5
-_LEAST_RANGE = 1e-8
+# No range is so small that a division by its scale overflows.
+LEAST_STEP = 1e-30
+# Of the largest value: then float32 holds it and the zero point exactly, in steps.
+_LEAST_SHARE = 2.0**-22
 _SHARES = (0.5, 0.75, 1.0, 1.25, 1.5)
 
 
@@ -42,6 +43,13 @@ def round_with(weight: torch.Tensor, found: Codes, scheme: QuantizationScheme) -
     return Codes(torch.clamp(values, least, most), found.scale, found.zero)
 
 
+def step_of_range(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the step of codes with a zero point that reach from `low` to `high`."""
+    largest = torch.maximum(high.abs(), low.abs())
+    step = torch.maximum((high - low) / (2**bits - 1), largest * _LEAST_SHARE)
+    return step.clamp_min(LEAST_STEP)
+
+
 def to_float8(x: torch.Tensor) -> torch.Tensor:
     """Round to the nearest number of float8 e4m3, the largest at most: beyond it is no infinity."""
     return torch.clamp(x, -FLOAT8_LIMIT, FLOAT8_LIMIT).to(torch.float8_e4m3fn)
@@ -55,17 +63,17 @@ def round_weight(weight: torch.Tensor, scheme: QuantizationScheme) -> Codes:
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     if scheme.number == "float8":
         scale = grouped.abs().amax(-1) * scheme.weight_clip / FLOAT8_LIMIT
-        scale = scale.clamp_min(_LEAST_RANGE)
+        scale = scale.clamp_min(LEAST_STEP)
         return Codes(to_float8(grouped / scale[..., None]), scale, None)
     if scheme.symmetric:
         largest = grouped.abs().amax(-1) * scheme.weight_clip
-        scale = (largest / most).clamp_min(_LEAST_RANGE)
+        scale = (largest / most).clamp_min(LEAST_STEP)
         if scheme.clip == "mse":
             scale = _least_error(grouped, scale, least, most)
         values = torch.clamp(torch.round(grouped / scale[..., None]), least, most)
         return Codes(values, scale, None)
     low, high = grouped.amin(-1) * scheme.weight_clip, grouped.amax(-1) * scheme.weight_clip
-    scale = ((high - low) / (2**bits - 1)).clamp_min(_LEAST)
+    scale = step_of_range(low, high, bits)
     # A zero point beyond the codes would not fit in a byte, and is right for a range without 0.
     zero = torch.round(-low / scale) + least
     values = torch.round(grouped / scale[..., None]) + zero[..., None]

@@ -109,6 +109,12 @@ class QuantizationScheme:
             self.clip == "mse" and not self.symmetric,
             "clip='mse' searches symmetric scales; with symmetric=False use 'max'",
         )
+        by_token = self.activation_bits == 8 and self.activations == "token"
+        yield (
+            not by_token and (not self.activation_symmetric or self.activation_clip != 1.0),
+            "activation_symmetric and activation_clip are of inputs that are rounded by token: use"
+            " activation_bits=8 and activations='token', or leave them out",
+        )
         yield (
             self.is_static and scaled and self.estimator != "max",
             f"estimator={self.estimator!r} would be of inputs before {self.method} scales them;"

@@ -16,6 +16,7 @@ from tpuport.quantization.scheme import QuantizationScheme
 _AN_OCTAVE, _LOWEST, NUM_BINS = 32, -40, 2048
 _NUM_ROWS = 64
 _CANDIDATES = 64
+_LEAST_STEP = 1e-6
 
 _SUMS: Callable[..., Any] = np.add
 _MERGED: dict[str, Callable[..., Any]] = {
@@ -122,19 +123,22 @@ def _merge(key: str, mine: np.ndarray, theirs: np.ndarray) -> np.ndarray:
 def input_scale(found: Mapping[str, np.ndarray], scheme: QuantizationScheme) -> torch.Tensor:
     """Return the scale of a layer's input that statistics give: `[]`, or `[in]` by channel."""
     peaks = np.maximum(np.abs(found["low"]), np.abs(found["high"]))
+    peak = float(peaks.max())
+    # As in the openpi fork, but for inputs that are small throughout.
+    least = _LEAST_STEP * min(peak or 1.0, 1.0)
     if scheme.activations == "channel":
         peaks = found["quantile"] if scheme.estimator == "percentile" else peaks
-        return torch.from_numpy(peaks / scheme.input_limit).float().clamp_min(1e-6)
+        return torch.from_numpy(peaks / scheme.input_limit).float().clamp_min(least)
     if scheme.estimator == "max":
-        return torch.tensor(float(peaks.max()) / scheme.input_limit).clamp_min(1e-6)
+        return torch.tensor(max(peak / scheme.input_limit, least))
     counts = found["histogram"].astype(np.float64)
     edges = 2.0 ** ((np.arange(NUM_BINS) + 1) / _AN_OCTAVE + _LOWEST)
     if scheme.estimator == "percentile":
         wanted = counts.sum() * scheme.percentile / 100
         limit = edges[int(np.searchsorted(np.cumsum(counts), wanted))]
     else:
-        limit = _least_error(counts, edges, float(peaks.max()))
-    return torch.tensor(min(limit, float(peaks.max())) / scheme.input_limit).clamp_min(1e-6)
+        limit = _least_error(counts, edges, peak)
+    return torch.tensor(max(min(limit, peak) / scheme.input_limit, least))
 
 
 def _least_error(counts: np.ndarray, edges: np.ndarray, peak: float) -> float:

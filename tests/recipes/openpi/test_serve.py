@@ -1,6 +1,8 @@
 """The server: what openpi-client gets, what bad messages do, and how it ends."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -301,3 +303,44 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(made: Path):
     assert not np.allclose(both[0], both[1])
     with pytest.raises(UsageError, match="batch_sizes"):
         PolicyOptions(batch_sizes=())
+
+
+def started(made: Path, programs: Path) -> tuple[subprocess.Popen[str], int, str]:
+    """Start `serve` in a process; return it, its port and what it printed."""
+    options = ["--batch", "1", "--num-steps", "2", "--port", "0", "--cache-dir", str(programs)]
+    command = [sys.executable, "-m", "recipes.openpi", "serve", "--policy", str(made / "pi0")]
+    process = subprocess.Popen(
+        [*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    printed = ""
+    for line in process.stdout:
+        printed += line
+        if "serving at" in line:
+            return process, int(line.rpartition(":")[2]), printed
+    raise AssertionError(printed)
+
+
+# Answers are tested above, in this process; tests of the compile cache have its programs.
+@pytest.mark.slow
+def test_after_kill_9_the_next_server_has_its_programs(made: Path, tmp_path: Path):
+    compiled = []
+    for end in ("kill", "terminate"):
+        process, port, printed = started(made, tmp_path)
+        try:
+            compiled.append(printed)
+            with sync.connect(f"ws://127.0.0.1:{port}", compression=None) as socket:
+                socket.recv()
+                found = answer(socket, pack(observation()))
+                assert found["actions"].shape == (4, 7)
+                if end == "kill":
+                    # It ends in the middle of the next.
+                    socket.send(pack(observation()))
+                    process.kill()
+        finally:
+            getattr(process, end)()
+            process.communicate(timeout=60)
+    assert "1 programs ready" in compiled[0]
+    assert "0 from the cache" in compiled[0]
+    assert "1 from the cache" in compiled[1]
+    assert process.returncode == 0
