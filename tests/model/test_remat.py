@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -178,6 +179,38 @@ def test_a_region_holds_a_region_and_a_branch(policies: dict[str, str]):
     tpuport.remat(ported, policies)
     for sign in (1, -1):
         assert ported.verify(sign * x).ok
+
+
+class Halting(nn.Module):
+    """Adaptive depth: whether it goes on depends on data, once in each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        done = x.new_zeros(())
+        for _ in range(3):
+            x = torch.tanh(self.inner(x))
+            done = done + x.abs().mean()
+            if done > 0.9:
+                break
+        return x
+
+
+def test_blocks_that_branch_in_each_round_are_computed_again():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Halting() for _ in range(3))), torch.randn(4, 8)
+    ported = tpuport.convert(model)
+    tpuport.remat(ported, "full")
+
+    def loss(params: Any) -> jax.Array:
+        return ported.apply(params, ported.buffers, None, jnp.asarray(x.numpy()))[0].sum()
+
+    gradients = jax.jit(jax.grad(loss))(ported.params)
+    model(x).sum().backward()
+    for name, parameter in model.named_parameters():
+        np.testing.assert_allclose(gradients[name], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_one_name_is_for_every_outermost_list_of_blocks():

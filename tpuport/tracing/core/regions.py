@@ -37,12 +37,11 @@ class Body:
     counts: dict[int, Any] = field(default_factory=dict)
     streams: list[KeyStream] = field(default_factory=list)
 
-    def run(self, *, collect: bool = False) -> tuple[list[jax.Array], list[jax.Array]]:
+    def run(self) -> tuple[list[jax.Array], list[jax.Array]]:
         """Run the thunk.
 
-        Args:
-            collect: Collect garbage first if more is alive than the result holds: reference cycles
-                keep values that nobody can read any more.
+        Garbage is collected if more is alive after it than the result holds: reference cycles,
+        such as tracebacks of explored branches, keep values that nobody can read any more.
 
         Returns:
             The values that escape (of storages, then of numbers) and the values of written
@@ -54,13 +53,12 @@ class Body:
             # Counts of masks are kept, so that sizes inside and outside are known to be equal.
             self.counts = dict(self.trace.mask_counts)
         storages, nodes = _made(effects)
-        if collect:
-            num_alive = sum(storage is not None for storage in storages)
-            del storages, nodes
-            if num_alive > len(pytree.flatten(self.result)[0]):
-                # Automatic collection is off while a trace runs.
-                gc.collect(0)
-            storages, nodes = _made(effects)
+        num_alive = sum(storage is not None for storage in storages)
+        del storages, nodes
+        if num_alive > len(pytree.flatten(self.result)[0]):
+            # Automatic collection is off while a trace runs.
+            gc.collect(0)
+        storages, nodes = _made(effects)
         self.alive = [storage for storage in storages if storage is not None]
         self.numbers = [node for node in nodes if node is not None]
         self.written = list(effects.before.values())

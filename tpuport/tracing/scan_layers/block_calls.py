@@ -79,7 +79,7 @@ class BlockCalls:
 
         def function(starts: list[Any]) -> Any:
             with _counted_from(streams, starts):
-                results = body.run(collect=True)
+                results = body.run()
                 drawn.extend(stream.count for stream in streams)
             return jax.tree.map(strong, results)
 
