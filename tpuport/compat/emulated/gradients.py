@@ -215,10 +215,14 @@ class _Derivative:
         self._function = function
         self._jitted = jax.jit(self._pulled)
         self.paths: list[Path] | None = None
+        self._count = 0
 
     @functools.cached_property
     def next(self) -> "_Derivative":
-        """Return the pullback of this pullback, of the inputs and cotangents in one list."""
+        """Return the pullback of this pullback, of the inputs and cotangents in one list.
+
+        The number of inputs is known once it was called.
+        """
         return _Derivative(lambda given, both: self._pulled(given, *_parted(both, self._count)))
 
     def _pulled(self, given: Any, inputs: list[Any], cotangents: list[Any]) -> list[jax.Array]:

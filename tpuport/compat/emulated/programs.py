@@ -200,7 +200,7 @@ def _has_parts(module: torch.nn.Module) -> bool:
 
 
 def _is_refused(module: torch.nn.Module) -> bool:
-    """Return whether a module that is no program is an error: it computes with parameters alone.
+    """Return whether a module that is no program is an error: it has parameters and no submodules.
 
     A loss or a matcher that has buffers only runs as other code of the script does.
     """
