@@ -82,17 +82,18 @@ class Judge:
 
     Args:
         folder: where their text goes.
+        seconds: the processor's time after which a program is given up.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, seconds: float = _SECONDS) -> None:
+        self._folder, self._seconds = folder, seconds
 
     def run(self, program: Program) -> Verdict:
         """Judge a program."""
         with _loaded(program.source(), self._folder) as (model, path), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with _limited():
+                with _limited(self._seconds):
                     return _Run(program, model, path).verdict()
             except _TooSlow:
                 return Verdict("slow")
@@ -114,7 +115,7 @@ def _copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def _limited() -> Iterator[None]:
+def _limited(seconds: float) -> Iterator[None]:
     """Raise in a program whose branches have too many paths to be worth its time."""
 
     def give_up(_: int, frame: FrameType | None) -> None:
@@ -126,7 +127,7 @@ def _limited() -> Iterator[None]:
 
     before = signal.signal(signal.SIGVTALRM, give_up)
     # Again and again: Python ignores what is raised in a callback of the garbage collector.
-    signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS, 0.1)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
     try:
         yield
     finally:

@@ -22,6 +22,9 @@ from benchmarks.whole_programs.shrink import shrink
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 from tpuport.foundation.errors import PortError
 
+# A program that is known to end may take what the first one of a process does, beside other work.
+SECONDS = 30.0
+
 FEW, MORE = 8, int(os.environ.get("TPUPORT_FUZZ", "200"))
 
 
@@ -63,7 +66,7 @@ def test_a_difference_is_found_and_made_small(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(
         torch.Tensor, "tanh", lambda t: right(t) * (2 if isinstance(t, traced) else 1)
     )
-    judge = Judge(tmp_path)
+    judge = Judge(tmp_path, SECONDS)
     program = written("a = a + 1", "if s > 100:\n    s = s + 1", "a = a.tanh()")
     verdict = judge.run(program)
     assert verdict.kind in ("silent", "gradient")
@@ -81,7 +84,7 @@ def test_a_difference_is_found_and_made_small(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_what_becomes_of_a_program_is_told(line: str, kind: str, tmp_path: Path):
-    assert Judge(tmp_path).run(written(line)).kind == kind
+    assert Judge(tmp_path, SECONDS).run(written(line)).kind == kind
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_what_becomes_of_a_program_is_told(line: str, kind: str, tmp_path: Path)
     ],
 )
 def test_what_the_promises_except_is_no_find(program: Program, tmp_path: Path):
-    assert Judge(tmp_path).run(program).kind == "excepted"
+    assert Judge(tmp_path, SECONDS).run(program).kind == "excepted"
 
 
 # -- what they found -------------------------------------------------------------------------------
@@ -108,7 +111,7 @@ def test_a_write_that_eager_refuses_on_one_path_is_refused(write: str, tmp_path:
         write,
         "s = [r for r in y if r.sum() > 0]",
     )
-    verdict = Judge(tmp_path).run(written(*lines, "s = len(s)"))
+    verdict = Judge(tmp_path, SECONDS).run(written(*lines, "s = len(s)"))
     assert (verdict.kind, verdict.line) == ("refused", write)
     assert "require grad, which depends on a branch" in verdict.what
 
