@@ -16,7 +16,7 @@ from typing import Any
 
 import tpuport
 from benchmarks import research_scripts
-from benchmarks.seeds import Found, run_seeds
+from benchmarks.seeds import Found, run_seeds, varied
 from benchmarks.training_scripts import listed
 
 # What a network does with `self.layers`, a list of equal layers.
@@ -145,9 +145,7 @@ class Net(nn.Module):
 """
         made += "".join(f"        {line}\n" for line in walk.splitlines()) + "        return x\n"
         source = "\n\n".join([head.strip(), *needed, made])
-        source = re.sub(
-            r"<<(.*?)>>", lambda found: self._random.choice(found[1].split("|")), source, flags=re.S
-        )
+        source, _ = varied(source, self._random)
         remat = self._random.choice([None, None, "full", "dots"])
         return source, self._random.choice(_FORMS), self._random.random() < 0.4, remat
 

@@ -23,7 +23,7 @@ import torch
 
 import tpuport
 from benchmarks import training_scripts
-from benchmarks.seeds import Found, run_seeds
+from benchmarks.seeds import Found, run_seeds, varied
 from benchmarks.training_scripts import listed
 from tpuport.foundation.errors import ParityError, PortError
 from tpuport.tracing.scan_layers.stacked_params import unstack
@@ -156,9 +156,7 @@ class Maker:
         source = "\n\n".join([head.strip(), *needed, _LEFT])
         source += "\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()"
         source += f"\n{body}\n    def forward(self, x):\n{calls}        return {result}\n"
-        source = re.sub(
-            r"<<(.*?)>>", lambda found: self._random.choice(found[1].split("|")), source, flags=re.S
-        )
+        source, _ = varied(source, self._random)
         # Eager PyTorch computes a block again with the parameters themselves, not the given ones.
         calls = [call for call in _CALLS if "Block" not in used or "functional" not in call]
         count = self._random.randint(3, 5)

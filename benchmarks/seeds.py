@@ -2,6 +2,8 @@
 
 import argparse
 import collections
+import random
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -23,6 +25,17 @@ class Found:
     what: str
     shown: str
     how: str = ""
+
+
+def varied(text: str, chosen: random.Random) -> tuple[str, list[str]]:
+    """Return a text with one of the alternatives in each `<<a|b>>`, and those that were chosen."""
+    picked: list[str] = []
+
+    def pick(found: re.Match[str]) -> str:
+        picked.append(chosen.choice(found[1].split("|")))
+        return picked[-1]
+
+    return re.sub(r"<<(.*?)>>", pick, text, flags=re.S), picked
 
 
 def run_seeds(description: str | None, judged: Callable[[int, Path], Iterable[Found]]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import tpuport
-from benchmarks.seeds import Found, run_seeds
+from benchmarks.seeds import Found, run_seeds, varied
 from tpuport.foundation.errors import ParityError, PortError
 
 _TASKS = Path(__file__).with_name("tasks.txt")
@@ -42,15 +42,8 @@ from torch import nn
 def made(seed: int) -> str:
     """Return the script of a seed: the tasks in turn, each in a random variant."""
     tasks = re.split(r"^### ", _TASKS.read_text(), flags=re.M)[1:]
-    chosen = random.Random(seed)
-    picked: list[str] = []
-
-    def pick(found: re.Match[str]) -> str:
-        picked.append(chosen.choice(found[1].split("|")))
-        return picked[-1]
-
     title, _, task = tasks[seed % len(tasks)].partition("\n")
-    task = re.sub(r"<<(.*?)>>", pick, task, flags=re.S)
+    task, picked = varied(task, random.Random(seed))
     return f"# {title}\n{_HEAD}CHOICE = {' '.join(picked)!r}\n\n{task}"
 
 
