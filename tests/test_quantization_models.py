@@ -168,6 +168,7 @@ def test_the_four_steps_on_eight_devices_equal_one(name: str, preset: str, tmp_p
     for a, b in zip(alone.quantization.layers, spread.quantization.layers, strict=True):
         assert a.deviation is not None
         assert b.deviation is not None
+        # Sums over devices are taken in another order, which moves a code here and there.
         assert a.deviation.relative == pytest.approx(b.deviation.relative, rel=1e-3)
     path = tmp_path / "spread.safetensors"
     tpuport.save_checkpoint(path, spread)
