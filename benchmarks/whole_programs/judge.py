@@ -93,13 +93,13 @@ class Judge:
         with _loaded(program.source(), self._folder) as (model, path), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with _limited(self._seconds):
+                with limited(self._seconds):
                     return _Run(program, model, path).verdict()
-            except _TooSlow:
+            except TooSlow:
                 return Verdict("slow")
 
 
-class _TooSlow(BaseException):
+class TooSlow(BaseException):
     """A program takes too long; no handler for `Exception` catches it."""
 
 
@@ -115,7 +115,7 @@ def _copy(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @contextlib.contextmanager
-def _limited(seconds: float) -> Iterator[None]:
+def limited(seconds: float) -> Iterator[None]:
     """Raise in a program whose branches have too many paths to be worth its time."""
 
     def give_up(_: int, frame: FrameType | None) -> None:
@@ -123,16 +123,23 @@ def _limited(seconds: float) -> Iterator[None]:
             if frame.f_code.co_filename.startswith("<frozen importlib"):
                 return
             frame = frame.f_back
-        raise _TooSlow
+        raise TooSlow
 
-    before = signal.signal(signal.SIGVTALRM, give_up)
-    # Again and again: Python ignores what is raised in a callback of the garbage collector.
+    def unraisable(ignored: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(ignored.exc_value, TooSlow):
+            reported(ignored)
+
+    before, reported = signal.signal(signal.SIGVTALRM, give_up), sys.unraisablehook
+    # Again and again: Python reports and ignores what is raised in a callback of a weak reference
+    # or of the garbage collector.
+    sys.unraisablehook = unraisable
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         signal.signal(signal.SIGVTALRM, before)
+        sys.unraisablehook = reported
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@
 
 import inspect
 import os
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ import torch
 from torch import nn
 
 import tpuport
-from benchmarks.whole_programs.judge import FINDS, Judge
+from benchmarks.whole_programs.judge import FINDS, Judge, TooSlow, limited
 from benchmarks.whole_programs.programs import Call, Maker, Node, Program
 from benchmarks.whole_programs.shrink import shrink
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 from tpuport.foundation.errors import PortError
 
-# A program that is known to end may take what the first one of a process does, beside other work.
+# A program that ends may take what the first one of a process does, beside other work.
 SECONDS = 30.0
 
 FEW, MORE = 8, int(os.environ.get("TPUPORT_FUZZ", "200"))
@@ -36,7 +38,7 @@ def check_programs(
     seeds: range, folder: Path, make: Callable[[int], Program] = random_program
 ) -> None:
     """No program differs."""
-    judge = Judge(folder)
+    judge = Judge(folder, SECONDS)
     for seed in seeds:
         program = make(seed)
         verdict = judge.run(program)
@@ -96,6 +98,23 @@ def test_what_becomes_of_a_program_is_told(line: str, kind: str, tmp_path: Path)
 )
 def test_what_the_promises_except_is_no_find(program: Program, tmp_path: Path):
     assert Judge(tmp_path, SECONDS).run(program).kind == "excepted"
+
+
+def test_a_program_given_up_in_a_callback_leaves_no_warning():
+    def spin(_: object) -> None:
+        end = time.process_time() + SECONDS
+        while time.process_time() < end:
+            pass
+
+    def program() -> None:
+        model = nn.Identity()
+        watch = weakref.ref(model, spin)
+        del model  # `spin` runs, and Python ignores what is raised in it
+        assert watch() is None
+        spin(None)
+
+    with pytest.raises(TooSlow), limited(0.01):
+        program()
 
 
 # -- what they found -------------------------------------------------------------------------------
