@@ -103,7 +103,7 @@ class TooSlow(BaseException):
     """A program takes too long; no handler for `Exception` catches it."""
 
 
-def _copy(model: torch.nn.Module) -> torch.nn.Module:
+def copied(model: torch.nn.Module) -> torch.nn.Module:
     """Copy a model, with the values of state that its last call left on a graph of autograd."""
     kept = [
         value
@@ -161,7 +161,8 @@ def _loaded(source: str, folder: Path) -> Iterator[tuple[type[nn.Module], Path]]
         path.unlink()
 
 
-def _ready(model: type[nn.Module], program: Program) -> nn.Module:
+def ready(model: type[nn.Module], program: Program) -> nn.Module:
+    """Return a program's module, with parameters of small fractions."""
     torch.manual_seed(0)
     made = model()
     draw = torch.Generator().manual_seed(1)
@@ -223,7 +224,7 @@ class _Run:
 
     def __init__(self, program: Program, model: type[nn.Module], path: Path) -> None:
         self.program, self.path = program, path
-        self.eager = _ready(model, program)
+        self.eager = ready(model, program)
         self.ported: Any = None
         self.model = model
         self.number, self.gradients, self.calls = 0, 0, 0
@@ -245,13 +246,14 @@ class _Run:
         return _Found(Verdict(kind, what, self.number, line, self.gradients, self.calls))
 
     def _call(self, call: Call) -> None:
-        before = _copy(self.eager)
-        want = _eager(self.eager, call)
+        before = copied(self.eager)
+        want = eager(self.eager, call)
         if want.error is not None and not self.number:
             raise self._end("eager raises", _said(want.error))
         if self.ported is None:
-            ready = _ready(self.model, self.program)
-            self.ported = tpuport.convert(ready, verify=self.program.verify)
+            self.ported = tpuport.convert(
+                ready(self.model, self.program), verify=self.program.verify
+            )
         # Gradients at NaN are left out: a zero cotangent times NaN is NaN, no cotangent is zero.
         odd = call.kind in ("nan", "inf")
         if want.error is None and self.refused is None and not odd:
@@ -259,7 +261,7 @@ class _Run:
         have = self._port(call)
 
         def again(mode: Any) -> Result:
-            return _eager(_copy(before), call, mode)
+            return eager(copied(before), call, mode)
 
         self._errors(want, have, again)
         if want.error is not None:
@@ -344,7 +346,7 @@ class _Run:
         for inputs in (True, False):
 
             def again(mode: Any, inputs: bool = inputs) -> Result:
-                return _eager_gradients(_copy(before), call, mode, inputs=inputs)
+                return eager_gradients(copied(before), call, mode, inputs=inputs)
 
             want = again(None)
             if want.error is None:
@@ -419,7 +421,8 @@ def _modes() -> Iterator[Float64]:
         yield Float64(errors, seed)
 
 
-def _eager(module: nn.Module, call: Call, mode: Any = None) -> Result:
+def eager(module: nn.Module, call: Call, mode: Any = None) -> Result:
+    """Make a call, in a mode if one is given."""
     given = call.arguments()
     try:
         with mode or contextlib.nullcontext():
@@ -429,7 +432,8 @@ def _eager(module: nn.Module, call: Call, mode: Any = None) -> Result:
     return Result(_values(out, given, module, mode))
 
 
-def _eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) -> Result:
+def eager_gradients(module: nn.Module, call: Call, mode: Any, *, inputs: bool) -> Result:
+    """Return the gradients of a call by the parameters and, if asked, by x and y."""
     given = call.arguments()
     floats = {"x": given[0].requires_grad_(), "y": given[1].requires_grad_()} if inputs else {}
     wanted = {**dict(module.named_parameters()), **floats}

@@ -158,6 +158,11 @@ LEFT = {
         "more than one tensor",
         "with torch.no_grad():\n    t = F.relu(a, True)\nreturn t * a",
     ),
+    "a number without gradients": (
+        "TPU416",
+        "may be a number",
+        "n = a.amax().item()\nwith torch.no_grad():\n    t = n * 2\nreturn t * a",
+    ),
     "gradients on again": (
         "TPU416",
         "switched on",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from tpuport.rules._rule import Example, Rule
 from tpuport.rules._state import runs_in_step
+from tpuport.source.inference.inference import Inference
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.module import FUNCTIONS, Function
@@ -193,13 +194,14 @@ class NoGradAsStopGradient(Rule):
         def forward(x: torch.Tensor):
             with torch.no_grad():
                 target = (x * 2).detach()
+                level = x.argmax() * 0.5
                 mask = x > 0
                 best = x.argmax(-1)
                 scratch = x * 3
                 plain = x * 4
                 table = torch.arange(4)
                 del scratch
-            return x * target * mask + best[:, None] + plain.detach() + table.sum()
+            return x * target * mask + best[:, None] + level + plain.detach() + table.sum()
         """,
         """
         import torch
@@ -315,6 +317,8 @@ def _has_gradient(node: ast.expr, context: Context) -> bool:
                     return False
         case ast.Subscript(value=value) | ast.Attribute(value=value):
             return _has_gradient(value, context)
+        case ast.BinOp(left=left, right=right):
+            return _has_gradient(left, context) or _has_gradient(right, context)
         case _:
             pass
     return context.is_traced(node) or _is_module_call(node, context)
@@ -372,6 +376,8 @@ def _detached(name: str, value: ast.expr, context: Context) -> Edit:
     Raises:
         NotFixable: the value may be something else than one tensor, or gradients may be on.
     """
+    if _is_number(value, context):
+        raise NotFixable(f"the value of {name} may be a number, which has no gradient")
     if not _is_one_tensor(value, context):
         raise NotFixable(f"the value of {name} may be more than one tensor")
     if any(_switches_on(node, context) for node in ast.walk(_block_around(value, context))):
@@ -398,6 +404,14 @@ def _switches_on(node: ast.AST, context: Context) -> bool:
     if not isinstance(node, ast.Call) or _is_stopper(node, context):
         return False
     return ast.unparse(node.func).rpartition(".")[2] in _SWITCHES
+
+
+def _is_number(node: ast.expr, context: Context) -> bool:
+    """Return whether a traced value may be a number: it is not known to be a tensor."""
+    if not isinstance(node, ast.BinOp) or not isinstance(context.kinds, Inference):
+        return False
+    value = context.kinds.value(node)
+    return value is not None and not value.is_tensor
 
 
 def _is_one_tensor(node: ast.expr, context: Context) -> bool:

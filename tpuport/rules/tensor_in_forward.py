@@ -133,6 +133,39 @@ class TensorInForward(Rule):
             import torch
 
 
+            class Model(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.norm = torch.nn.Identity()
+
+                def forward(self, x):
+                    return self.norm(x.float()) + torch.arange(4)
+
+
+            forward = Model()
+            """,
+            after="""
+            import torch
+
+
+            class Model(torch.nn.Module):
+                def __init__(self):
+                    super().__init__()
+                    self.norm = torch.nn.Identity()
+
+                def forward(self, x):
+                    return self.norm(x.float()) + torch.arange(4, device=x.device)
+
+
+            forward = Model()
+            """,
+            jit_error="AssertionError",
+        ),
+        Example(
+            before="""
+            import torch
+
+
             def forward(x: torch.Tensor | None):
                 return torch.cat([x * 2, torch.zeros(1, 4)])
             """,
@@ -356,6 +389,7 @@ def _sure_tensor(function: Function, context: Context) -> str | None:
         if "None" in text or "Optional" in text:
             continue
         like_one = argument.annotation is None and function.name == "forward"
+        like_one = like_one and argument.arg != "self"  # it may have a layer `norm`
         if kind == TRACED or (like_one and is_used_like_a_tensor(used.get(argument.arg, ()))):
             return argument.arg
     return None

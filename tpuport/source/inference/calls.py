@@ -11,6 +11,7 @@ from tpuport.source.inference.values import (
     MODULE,
     NONE,
     TRACED,
+    TRACED_NUMBER,
     UNKNOWN,
     Form,
     Kind,
@@ -25,6 +26,8 @@ from tpuport.source.syntax.module import Function
 from tpuport.source.syntax.statements import is_ops_call
 
 OPS_OF_HOST = frozenset({"check", "grows", "passes", "report"})
+# `tpuport.ops` helpers that return numbers of Python where nothing is traced.
+_OPS_OF_NUMBERS = frozenset({"item", "to_bool", "to_float", "to_int", "to_list"})
 
 
 class Caller(Evaluator):
@@ -155,7 +158,8 @@ class Caller(Evaluator):
 
     def _ops_call(self, node: ast.Call) -> Value:
         """Return what a `tpuport.ops` helper returns: traced if any value it depends on is."""
-        if isinstance(node.func, ast.Attribute) and node.func.attr in OPS_OF_HOST:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if name in OPS_OF_HOST:
             return HOST
         values = [UNKNOWN]
         for argument in node.args:
@@ -166,4 +170,5 @@ class Caller(Evaluator):
                     values += self.results[name]
                 case _:
                     values.append(self.values.get(argument, UNKNOWN))
-        return combine(values)
+        found = combine(values)
+        return TRACED_NUMBER if name in _OPS_OF_NUMBERS and found.kind is Kind.TRACED else found

@@ -156,8 +156,10 @@ class Evaluator(ABC):
         value = combine([left, right])
         if isinstance(node.op, ast.BitAnd | ast.BitOr | ast.BitXor):
             return self.mask_if(left if left.form is Form.MASK else right, value)
-        if value is UNKNOWN and isinstance(node.op, ast.MatMult) and self.step:
-            return TRACED
+        if isinstance(node.op, ast.MatMult):
+            return TRACED if value is UNKNOWN and self.step else value
+        if value is TRACED and not left.is_tensor and not right.is_tensor:
+            return TRACED_NUMBER
         return value
 
     def _of_sequences(self, node: ast.BinOp, left: Value, right: Value) -> Value:
