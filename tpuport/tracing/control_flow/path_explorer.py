@@ -5,7 +5,7 @@ the two results.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.merge import Forced, merge, shared_write
+from tpuport.tracing.control_flow.same_value import recipe
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
@@ -49,6 +50,8 @@ class Unit:
     undecided: UndecidedBranch | None = None
     # The numbers that were chosen in this run, by the id of their value.
     numbers: dict[int, tuple[jax.Array, int]] = field(default_factory=dict)
+    # The outcomes of the tests on this run's path, by how they are computed.
+    outcomes: dict[Hashable, bool] = field(default_factory=dict)
 
 
 class Explorer:
@@ -74,19 +77,26 @@ class Explorer:
             unit = self.units[-1]
             if unit.undecided is not None:
                 raise unit.undecided
-            known = unit.known.get(unit.path[: unit.position])
-            if known is not None:  # here, so that what raises before this line comes first
-                test = jnp.reshape(value, ()).astype(bool)
-                failed = ~test if known.outcome else test
-                self.trace.check(failed, known.error, known.site)
-            if unit.position < len(unit.path):
-                unit.position += 1
-                return unit.path[unit.position - 1]
-            if known is not None:
-                return self._take(unit, known.outcome)
-            unit.undecided = UndecidedBranch(value, user_line())
-            raise unit.undecided
+            test, truth = recipe(value)
+            if test not in unit.outcomes:
+                unit.outcomes[test] = self._outcome(unit, value) == truth
+            return unit.outcomes[test] == truth
         raise RestartTrace(explore=self._innermost())
+
+    def _outcome(self, unit: Unit, value: jax.Array) -> bool:
+        """Return the outcome of a test that was not made before on this path."""
+        known = unit.known.get(unit.path[: unit.position])
+        if known is not None:  # here, so that what raises before this line comes first
+            test = jnp.reshape(value, ()).astype(bool)
+            failed = ~test if known.outcome else test
+            self.trace.check(failed, known.error, known.site)
+        if unit.position < len(unit.path):
+            unit.position += 1
+            return unit.path[unit.position - 1]
+        if known is not None:
+            return self._take(unit, known.outcome)
+        unit.undecided = UndecidedBranch(value, user_line())
+        raise unit.undecided
 
     def choose(self, value: jax.Array, low: int, high: int) -> int:
         """Return a traced number on the path being explored; there is one for each number."""
@@ -152,6 +162,7 @@ class Explorer:
             self.trace.draws = draws
             unit.path, unit.position = path, 0
             unit.numbers.clear()
+            unit.outcomes.clear()
             self.units.append(self.units.pop(self.units.index(unit)))
             depth, refusal = len(self.calls), self.trace.recorder.refusal
             unit.undecided = None
