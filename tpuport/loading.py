@@ -1,8 +1,7 @@
 """The module of each public name, loaded on first use so that `import tpuport` stays fast."""
 
-import importlib
-
 from tpuport.foundation.errors import MissingExtraError
+from tpuport.foundation.imports import imported
 from tpuport.foundation.supported import warn_once
 
 MODULE_OF = {
@@ -48,7 +47,7 @@ def load(name: str) -> object:
     if name not in MODULE_OF:
         raise AttributeError(f"module 'tpuport' has no attribute {name!r}")
     try:
-        module = importlib.import_module(MODULE_OF[name])
+        module = imported(MODULE_OF[name])
     except ModuleNotFoundError as error:
         missing = MissingExtraError.from_import(f"tpuport.{name}", error)
         if missing is None:

@@ -1,7 +1,8 @@
 """Quantization: calibrate, freeze, serve. `tpuport.quantize` does all three."""
 
-import importlib
 from typing import TYPE_CHECKING
+
+from tpuport.foundation.imports import imported
 
 if TYPE_CHECKING:
     from tpuport.quantization.layer import QuantizedLinear
@@ -32,7 +33,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(imported(f"{__name__}.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -4,8 +4,9 @@ Each name is loaded when it is first used: worker processes that read samples ne
 torchax, and import this package.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from tpuport.foundation.imports import imported
 
 if TYPE_CHECKING:
     from tpuport.tracing.core.gradient_paths import value_and_grad
@@ -47,7 +48,7 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = _HOME[name]
     home = home if home.startswith("tpuport.") else f"{__name__}.{home}"
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(imported(home), name)
     globals()[name] = value
     return value
 

@@ -3,8 +3,9 @@
 Names are loaded when they are first used, since they need torch and jax.
 """
 
-import importlib
 from typing import TYPE_CHECKING
+
+from tpuport.foundation.imports import imported
 
 if TYPE_CHECKING:
     from tpuport.weights.checkpoint import open_checkpoint
@@ -23,5 +24,5 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(imported(_MODULES[name]), name)
     return value
