@@ -137,22 +137,56 @@ def test_a_slow_import_would_be_noticed():
     assert seconds_for(f"import tpuport, time; time.sleep({IMPORT_SECONDS})") > IMPORT_SECONDS
 
 
-_COMPILE = """
+_BESIDE = """
+import tempfile
 import torch
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+from torch.nn.attention.flex_attention import create_block_mask
 {first}
-print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+accelerator = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+print(*accelerator, torch.get_device_module().__name__)
+with torch.random.fork_rng():
+    print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+print([*torch.utils.data.DataLoader([1, 2], pin_memory=True)])
+print(create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8).shape)
+store = "file://" + tempfile.mkdtemp() + "/store"
+distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+distributed.barrier()
+mesh = distributed.init_device_mesh("cpu", (1,))
+print(fully_shard(torch.nn.Identity(), mesh=mesh)(torch.ones(1)).item())
+distributed.destroy_process_group()
 """
 
 
-def test_torch_compile_still_works_beside_a_ported_model():
-    assert run_python(_COMPILE.format(first="import tpuport.model.ported_model")) == "2.0"
+def test_torch_works_as_before_beside_a_ported_model():
+    alone, beside = (
+        run_python(_BESIDE.format(first=first))
+        for first in ("", "import tpuport.model.ported_model")
+    )
+    assert alone == beside
 
 
 # None of our code: what the test above would find without the package's care.
 @pytest.mark.slow
 @pytest.mark.xfail(raises=subprocess.CalledProcessError, reason="torchax 0.0.14.dev20261026")
-def test_torch_compile_works_beside_plain_torchax():
-    assert run_python(_COMPILE.format(first="import torchax")) == "2.0"
+def test_torch_works_as_before_beside_plain_torchax():
+    assert run_python(_BESIDE.format(first="import torchax")) == run_python(
+        _BESIDE.format(first="")
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["tpuport.convert", "tpuport.training.make_train_step", "tpuport.quantize"]
+)
+def test_what_is_loaded_on_first_use_draws_no_random_numbers(name: str):
+    ask = """
+import random, numpy, torch, tpuport.training, tpuport.quantization
+random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+{load}
+print(random.random(), numpy.random.rand(), torch.rand(()).item())
+"""
+    assert run_python(ask.format(load=name)) == run_python(ask.format(load=""))
 
 
 def test_importing_changes_no_environment_variable():

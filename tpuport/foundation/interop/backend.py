@@ -1,10 +1,10 @@
 """The one place that imports torchax, and the conversions between torch and jax values.
 
 Importing torchax sets an environment variable, turns off a torch fast path and announces an
-available accelerator "jax" that torch is not linked with, after which `torch.compile` and flex
-attention fail everywhere in the process. All three are put back here, so importing tpuport's model
-layer leaves the process as it was. (torchax 0.0.14.dev20261026; can go when torchax imports
-cleanly.)
+available accelerator "jax" that torch is not linked with, after which `torch.compile`, flex
+attention, loaders that pin memory, `fork_rng`, FSDP and `barrier` fail everywhere in the process.
+All three are put back here, so importing tpuport's model layer leaves the process as it was.
+(torchax 0.0.14.dev20261026; can go when torchax imports cleanly.)
 """
 
 import os
@@ -23,13 +23,36 @@ def _import_torchax() -> None:
     variable = "ENABLE_RUNTIME_UPTIME_TELEMETRY"
     before = os.environ.get(variable)
     fastpath = torch.backends.mha.get_fastpath_enabled()
+    accelerator = torch._C._accelerator_getAccelerator()
     if "torchax" not in sys.modules:
         import torchax.device_module
 
         torchax.device_module.is_available = lambda: False
+        torchax.device_module.device_count = lambda: 0
+        _announce_no_accelerator(accelerator)
     torch.backends.mha.set_fastpath_enabled(fastpath)
     if before is None:
         os.environ.pop(variable, None)
+
+
+def _announce_no_accelerator(before: torch.device | None) -> None:
+    """Make torch find the accelerator that it found before torchax's was announced, if any."""
+
+    registry: Any = vars(torch._C)["_acc"]
+
+    class Hooks(registry.PrivateUse1Hooks):
+        def is_available(self) -> bool:
+            return False
+
+        def is_built(self) -> bool:
+            return False
+
+        def has_primary_context(self, device_index: int) -> bool:
+            return False
+
+    registry.register_python_privateuseone_hook(Hooks())
+    torch._C._accelerator_getAccelerator = lambda: before
+    torch._C._get_accelerator = lambda: before or torch.device("cpu")
 
 
 leave_out_libtpu()
