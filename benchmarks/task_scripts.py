@@ -2,13 +2,16 @@
 
 Each task of benchmarks/tasks.txt is a small training script as its field writes it: reinforcement
 learning, GANs, diffusion, detection, rendering, graphs, speech, meta-learning and their like, with
-data loaders, schedules, checkpoints and metrics. `<<a|b>>` stands for one of the two. What a script
-shows by `seen(name, *values)` is compared; by `rough(...)`, as numbers of bfloat16 are.
+data loaders, schedules, checkpoints and metrics; and what such scripts share, such as a trainer
+class, samplers, process groups, profilers and evaluation. `<<a|b>>` stands for one of the two. What
+a script shows by `seen(name, *values)` is compared; by `rough(...)`, as numbers of bfloat16 are.
 Prints what differs: `python -m benchmarks.task_scripts --count 100`.
 """
 
 import random
 import re
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,14 +61,17 @@ def run(source: str, device: str, path: Path) -> tuple[list[tuple[str, Any, floa
 
         return show
 
-    names = {"__name__": "script", "__file__": str(path), "device": device}
-    names |= {"seen": shows(1e-3), "rough": shows(5e-2)}
+    script = types.ModuleType("script")
+    script.__dict__.update(__file__=str(path), device=device, seen=shows(1e-3), rough=shows(5e-2))
+    sys.modules["script"] = script  # where pickle and inspect look for its classes
     torch.manual_seed(0)
     random.seed(0)
     try:
-        exec(compile(source, path, "exec"), names)
+        exec(compile(source, path, "exec"), script.__dict__)
     except Exception as error:
         return shown, error
+    finally:
+        del sys.modules["script"]
     return shown, None
 
 
