@@ -50,6 +50,7 @@ from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.session.interrupts import held_back
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 from tpuport.tracing.state.tensor_attributes import refuse_given_attributes
 
@@ -217,6 +218,7 @@ class PortedModel(PortedState):
         """Return the leaves of a call's arguments, and their arrays."""
         return flattened((args, kwargs), self._placement)
 
+    @held_back()  # tensors and attributes change together
     def _finish(self, call: BoundCall, results: Any) -> Any:
         """Apply a program's results: failed checks, changed arguments, new state, output."""
         outs, new_state, mutated, put, code = results

@@ -24,6 +24,7 @@ from tpuport.tracing.functions import (  # noqa: F401 - the modules of functions
     sizes,
 )
 from tpuport.tracing.functions.registry import FUNCTIONS
+from tpuport.tracing.session.interrupts import INTERRUPTS
 
 aten = torch.ops.aten
 
@@ -51,6 +52,8 @@ class DispatchMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if INTERRUPTS.pending:
+            INTERRUPTS.raise_pending()
         kwargs = kwargs or {}
         info = op_info(func)
         if needs_dispatch(self.trace, func, types, args, kwargs):

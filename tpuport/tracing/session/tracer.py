@@ -49,6 +49,7 @@ from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
+from tpuport.tracing.session.interrupts import held_back
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     is_of_text,
@@ -281,6 +282,7 @@ class Tracer:
         trace.outside_values = outside.snapshot
         inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
         with (
+            held_back(),
             SWAPS,
             _quiet(),
             # Tensors made in it count no writes: a patch makes no_grad of it.
