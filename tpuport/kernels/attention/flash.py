@@ -39,7 +39,7 @@ TILES = KernelTiles(q=640, kv=640, kv_compute=640, q_back=640, kv_back=640)
 # rows alone: blocks of 128, 256 and 512 rows were compared on v5e and v6e.
 _FIXED_ROWS = 52
 # How much more than that a score may cost by empty and small blocks. XLA's program for the matrix
-# takes two to four times as long as the kernel with full blocks (docs/attention.md).
+# takes two to three times as long as the kernel with full blocks (docs/attention_dropout.md).
 _MOST_COST = 1.8
 # Weights whose bits share a word, at most.
 _WORD = 32
