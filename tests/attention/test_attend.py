@@ -178,7 +178,18 @@ NOT_FOR_SPLASH = [
 ]
 
 
-@pytest.mark.parametrize(("reason", "arguments"), NOT_FOR_SPLASH)
+def test_auto_draws_dropout_in_the_kernel_on_a_tpu(kernels_used: list[str]):
+    dropout = NOT_FOR_SPLASH[1][1]
+    attend(*qkv(), **dropout, options=TPU)
+    attend(*qkv(), **dropout, options=dataclasses.replace(TPU, kernel="blockwise"))
+    attend(*qkv(), **dropout, options=AttentionOptions(platform="cpu"))
+    other = {**dropout, "key": jax.random.key(0, impl="rbg")}
+    with pytest.warns(AttentionWarning, match="Splash attention cannot serve dropout"):
+        attend(*qkv(), **other, options=TPU)
+    assert kernels_used == ["flash", "blockwise", "blockwise", "blockwise"]
+
+
+@pytest.mark.parametrize(("reason", "arguments"), NOT_FOR_SPLASH[:1])
 def test_what_splash_cannot_serve_is_said_once(
     kernels_used: list[str], reason: str, arguments: dict[str, Any]
 ):

@@ -178,7 +178,7 @@ def error_of(name: str, bench: Bench) -> tuple[float, float]:
 
 
 # The others are in the slow run of everything, below.
-@pytest.mark.parametrize("name", ["blockwise, bias", "splash, padding"])
+@pytest.mark.parametrize("name", ["blockwise, bias", "splash, padding", "dropout"])
 def test_a_kernel_is_equal(name: str, bench: Bench):
     value, limit = error_of(name, bench)
     assert 0 < value < limit

@@ -35,11 +35,12 @@ class KernelCheck:
 
     Attributes:
         name: Name of the comparison.
-        kernel: "splash", "blockwise" or "dense".
+        kernel: "splash", "blockwise", "dense" or "flash".
         mask: Name of a mask in `MASKS`.
         dtype: Dtype of queries, keys and values.
         softcap: See `attend`.
         strategy: How the sequence is sharded over all devices; None for one device.
+        dropout: Share of the weights that is dropped.
     """
 
     name: str
@@ -48,6 +49,7 @@ class KernelCheck:
     dtype: str = "bfloat16"
     softcap: float | None = None
     strategy: Any = None
+    dropout: float = 0.0
 
 
 CHECKS = (
@@ -58,6 +60,7 @@ CHECKS = (
     KernelCheck("splash, segments", "splash", "segments"),
     KernelCheck("splash, padding", "splash", "padding"),
     KernelCheck("dense", "dense"),
+    KernelCheck("dropout", "flash", "causal", "float32", dropout=0.25),
     KernelCheck("blockwise", "blockwise", "causal"),
     KernelCheck("blockwise, bias", "blockwise", "bias", "float32"),
 )
@@ -110,7 +113,12 @@ def compare(check: KernelCheck, bench: Bench) -> Iterator[Result]:
     shape = shape_of(check, bench)
     rounded = [np.asarray(jnp.asarray(x, check.dtype), np.float64) for x in shape.arrays()]
     mask, seen = MASKS[check.mask](shape)
-    wanted = reference(rounded, seen, check.softcap)
+    kept: Any = 1.0
+    if check.dropout:
+        scores = (shape.batch, shape.heads[0], *shape.lengths)
+        drawn = jax.random.bernoulli(_key(), 1 - check.dropout, scores)
+        kept = np.asarray(drawn, np.float64) / (1 - check.dropout)
+    wanted = reference(rounded, seen, check.softcap, kept)
     found = run_check(check, bench, shape, mask)
     errors = [_error(one, other) for one, other in zip(found, wanted, strict=True)]
     worst = max(range(len(errors)), key=lambda i: errors[i])
@@ -151,8 +159,8 @@ def attention_of(
     interpret = bench.device.platform != "tpu"
     if check.kernel == "dense":
         return lambda q, k, v: attention(_dense_problem(shape, interpret), q, k, v, Parts())
-    kernel: Any = check.kernel
-    options = AttentionOptions(kernel, interpret=interpret and kernel == "splash")
+    kernel: Any = "auto" if check.kernel == "flash" else check.kernel
+    options = AttentionOptions(kernel, interpret=interpret and kernel != "blockwise")
     if bench.small:
         options = replace(options, blocks=BlockSizes(_TILE, _TILE, _TILE))
     shards = None
@@ -161,7 +169,13 @@ def attention_of(
         shards = Shards(mesh, sequence=(AXIS,))
         options = replace(options, sequence_parallel=check.strategy)
     given = {"softcap": check.softcap, "options": options, "shards": shards}
-    return lambda q, k, v: attend(q, k, v, mask, **given)
+    drop = {"dropout": check.dropout, "key": _key()} if check.dropout else {}
+    return lambda q, k, v: attend(q, k, v, mask, **given, **drop)
+
+
+def _key() -> jax.Array:
+    """Return the random key of dropout."""
+    return jax.random.key(0)
 
 
 def _dense_problem(shape: AttentionShape, interpret: bool) -> AttentionProblem:
@@ -176,7 +190,7 @@ def _dense_problem(shape: AttentionShape, interpret: bool) -> AttentionProblem:
 
 
 def reference(
-    arrays: list[np.ndarray], seen: np.ndarray, softcap: float | None
+    arrays: list[np.ndarray], seen: np.ndarray, softcap: float | None, kept: Any = 1.0
 ) -> list[np.ndarray]:
     """Compute output and gradients of attention in float64 from the matrix of scores.
 
@@ -185,6 +199,7 @@ def reference(
         seen: Booleans, or a bias, that broadcast to (batch, heads, queries, keys). Each query sees
             a key.
         softcap: See `attend`.
+        kept: Factors of the weights after the softmax.
     """
     q, k, v, grad = arrays
     share, scale = q.shape[1] // k.shape[1], q.shape[3] ** -0.5
@@ -197,10 +212,10 @@ def reference(
     scores = np.where(seen, scores, -np.inf) if seen.dtype == bool else scores + seen
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    out = weights @ v_all
-    d_weights = grad @ v_all.swapaxes(2, 3)
+    out = weights * kept @ v_all
+    d_weights = grad @ v_all.swapaxes(2, 3) * kept
     d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdims=True)) * slope * scale
-    dk, dv = d_scores.swapaxes(2, 3) @ q, weights.swapaxes(2, 3) @ grad
+    dk, dv = d_scores.swapaxes(2, 3) @ q, (weights * kept).swapaxes(2, 3) @ grad
     together = (x.reshape(*k.shape[:2], share, *k.shape[2:]).sum(2) for x in (dk, dv))
     return [out, d_scores @ k_all, *together]
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from tpuport.kernels.attention import random_bits
 from tpuport.kernels.attention.full import grouped, scores_of
 from tpuport.kernels.attention.problem import Gradients, Local, is_float
 
@@ -108,14 +110,36 @@ class Tile(NamedTuple):
         return scores, jnp.broadcast_to(seen, scores.shape)
 
     def kept(self, shape: tuple[int, ...]) -> jax.Array | float:
-        """Return the tile's dropout as factors of its weights; 1 without dropout."""
+        """Return the tile's dropout as factors of its weights; 1 without dropout.
+
+        The random numbers are those of the whole array of weights, where the key allows it.
+        """
         rate, origin = self.local.problem.dropout, self.local.origin
         if not rate:
             return 1.0
         key = self.local.parts.key
+        if random_bits.draws_by_element(key):
+            return self._drawn(shape) / (1 - rate)
         for place in (origin.batch, origin.head, *self.places()):
             key = jax.random.fold_in(key, place)
         return jax.random.bernoulli(key, 1 - rate, shape) / (1 - rate)
+
+    def _drawn(self, shape: tuple[int, ...]) -> jax.Array:
+        """Return which weights (B, Hkv, G, q, k) of the tile are kept."""
+        problem, origin = self.local.problem, self.local.origin
+        heads, queries, keys = problem.drawn_of
+        batch, kv_heads, share, num_q, num_k = (jnp.arange(n, dtype=jnp.uint32) for n in shape)
+        q_start, k_start, first_batch, first_head = (
+            jnp.asarray(x).astype(jnp.uint32) for x in (*self.places(), origin.batch, origin.head)
+        )
+        head = kv_heads[:, None] * np.uint32(shape[2]) + share + first_head
+        row = (batch + first_batch)[:, None, None] * np.uint32(heads) + head
+        row = row[..., None] * np.uint32(queries) + num_q + q_start
+        high, low = random_bits.number_of(row[..., None], keys, num_k + k_start)
+        first, second = random_bits.words_of(self.local.parts.key)
+        return random_bits.are_kept(
+            random_bits.bits_of((first, second), high, low), problem.dropout
+        )
 
 
 def tile_sizes(local: Local, num_queries: int, num_keys: int) -> tuple[int, int]:

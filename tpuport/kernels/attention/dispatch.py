@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.foundation.errors import UsageError
-from tpuport.kernels.attention import dense
+from tpuport.kernels.attention import dense, flash, random_bits
 from tpuport.kernels.attention.blocks import chip_of, choose_tiles
 from tpuport.kernels.attention.full import attend_full
 from tpuport.kernels.attention.mask import Mask
@@ -78,13 +78,14 @@ def attend(
     if options.kernel == "full":
         return attend_full(q, k, v, mask, scale=scale, softcap=softcap, dropout=dropout, key=key)
     shards = usable_shards(shards, q.shape)
-    kernel, reasons = choose_kernel(q.dtype, mask, dropout, options, shards)
+    kernel, reasons = choose_kernel(q.dtype, mask, dropout, options, shards, key)
     _say_why(kernel, reasons, options, shards)
     low, high = mask.band()
     problem = AttentionProblem(
         *(kernel, scale, softcap, low, high, q.shape[2], k.shape[2], _BLOCKWISE),
         interpret=options.interpret,
         dropout=dropout,
+        drawn_of=(q.shape[1], q.shape[2], k.shape[2]),
         shards=shards,
         sequence_parallel=options.sequence_parallel,
         precision=_precision(q),
@@ -133,7 +134,9 @@ def _attend(
     problem = dataclasses.replace(problem, keys_whole=k.shape[2] == problem.num_keys)
     own_q, own_k = _own_lengths(problem, q.shape[2], k.shape[2], pieces)
     tiles = _choose_tiles(problem, q, mask, options, own_q, own_k)
-    problem = dataclasses.replace(problem, tiles=tiles)
+    problem = dataclasses.replace(
+        problem, tiles=tiles, keeps_bits=_keeps_bits(problem, q, own_q, own_k)
+    )
     if mask.blocks is not None:
         padded = q.shape[2] != num_queries or not problem.keys_whole
         sizes = min(tiles.q, own_q), min(tiles.kv, own_k)
@@ -198,9 +201,20 @@ def _choose_tiles(
         # The last block is then masked, which takes more fast memory than what is tuned unmasked.
         return choose(mask="padding") if mask.kind == "full" and ends_within else tiles
     if options.blocks is None:
-        return _BLOCKWISE
+        return flash.TILES if problem.kernel == "flash" else _BLOCKWISE
     sizes = options.blocks
     return KernelTiles(sizes.q, sizes.kv, sizes.kv_compute, sizes.q, sizes.kv)
+
+
+def _keeps_bits(problem: AttentionProblem, q: jax.Array, own_q: int, own_k: int) -> bool:
+    """Return whether a chip keeps the bits of its dropout for the gradient."""
+    axes: tuple[str, ...] = ()
+    if problem.shards is not None:
+        axes = problem.shards.batch + problem.shards.heads
+        axes += problem.shards.sequence if problem.sequence_parallel == "ulysses" else ()
+    across = math.prod(problem.shards.mesh.shape[a] for a in axes) if problem.shards else 1
+    weights = q.shape[0] * q.shape[1] * own_q * own_k // across
+    return problem.kernel == "flash" and flash.keeps_bits(weights)
 
 
 def _own_lengths(problem: AttentionProblem, num_q: int, num_k: int, pieces: int) -> tuple[int, int]:
@@ -238,7 +252,12 @@ def _ids(segments: Any, batch: int) -> Any:
 
 
 def choose_kernel(
-    dtype: Any, mask: Mask, dropout: float, options: AttentionOptions, shards: Shards | None
+    dtype: Any,
+    mask: Mask,
+    dropout: float,
+    options: AttentionOptions,
+    shards: Shards | None,
+    key: Any = None,
 ) -> tuple[str, tuple[str, ...]]:
     """Return the kernel that `attend` takes when the score matrix is not asked for, and why.
 
@@ -248,10 +267,12 @@ def choose_kernel(
         dropout: as `attend` takes it.
         options: options whose kernel is "auto", "splash" or "blockwise".
         shards: as `attend` takes them.
+        key: as `attend` takes it.
 
     Returns:
-        "splash" or "blockwise", and all reasons for it: `CHOSEN`, each thing that splash cannot
-        serve (`ANY_MASK` for a mask), or the platform. `dense_tiles` may replace splash afterwards.
+        "splash", "flash" or "blockwise", and all reasons for it: `CHOSEN`, each thing that splash
+        cannot serve (`ANY_MASK` for a mask), or the platform. `dense_tiles` may replace splash
+        afterwards.
     """
     chosen = (CHOSEN,) if options.kernel != "auto" else ()
     checks = (
@@ -260,10 +281,15 @@ def choose_kernel(
         (f"{jnp.dtype(dtype).name} operands", jnp.dtype(dtype).name not in _SPLASH_DTYPES),
     )
     refused = tuple(name for name, holds in checks if holds)
+    platform = _platform(options, shards)
+    runs = options.kernel != "auto" or platform == "tpu" or options.interpret
+    if runs and options.kernel == "auto" and refused == ("dropout",):
+        in_ring = options.sequence_parallel == "ring" and shards is not None and shards.sequence
+        if not in_ring and random_bits.draws_by_element(key):
+            return "flash", refused
     if options.kernel == "blockwise" or refused:
         return "blockwise", chosen + refused
-    platform = _platform(options, shards)
-    if options.kernel == "auto" and platform != "tpu" and not options.interpret:
+    if not runs:
         return "blockwise", (f"splash is for TPUs, and this program is for {platform}",)
     return "splash", chosen
 
@@ -311,7 +337,7 @@ def _say_why(
     Raises:
         UsageError: the options name splash, and it cannot serve.
     """
-    if kernel == "splash" or options.kernel == "blockwise":
+    if kernel in ("splash", "flash") or options.kernel == "blockwise":
         return
     reason = next(reason for reason in reasons if reason != CHOSEN)
     if options.kernel == "splash":

@@ -22,7 +22,7 @@ class AttentionProblem:
     """The static part of one attention, known when the program is compiled.
 
     Args:
-        kernel: "splash", "dense" or "blockwise".
+        kernel: "splash", "dense", "flash" or "blockwise".
         scale: factor of the scores.
         softcap: see `full.cap`.
         low: lowest key position minus query position that is seen; None for no limit.
@@ -32,7 +32,9 @@ class AttentionProblem:
         tiles: tile sizes of the kernel; for "dense" those of splash, which computes gradients.
         dense: tile sizes of "dense" itself; else None.
         interpret: whether Pallas interprets the kernel.
-        dropout: share of dropped weights; only blockwise.
+        dropout: share of dropped weights; only flash and blockwise.
+        drawn_of: heads, queries and keys of the array of weights whose random numbers these are.
+        keeps_bits: whether the random numbers, a bit each, are kept for the gradient; only flash.
         further: further mask or bias by tile; only blockwise.
         fill: see `Mask.fill`; only blockwise.
         shards: the mesh and its axes, or None.
@@ -53,6 +55,8 @@ class AttentionProblem:
     dense: DenseTiles | None = None
     interpret: bool = False
     dropout: float = 0.0
+    drawn_of: tuple[int, int, int] = (0, 0, 0)
+    keeps_bits: bool = False
     further: Further | None = None
     fill: float | None = None
     shards: Shards | None = None

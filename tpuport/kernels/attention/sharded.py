@@ -19,7 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from tpuport.kernels.attention import blockwise, dense, ring, splash
+from tpuport.kernels.attention import blockwise, dense, flash, ring, splash
 from tpuport.kernels.attention.problem import (
     AttentionProblem,
     Gradients,
@@ -29,7 +29,7 @@ from tpuport.kernels.attention.problem import (
     is_float,
 )
 
-KERNELS = {"splash": splash, "dense": dense, "blockwise": blockwise}
+KERNELS = {"splash": splash, "dense": dense, "flash": flash, "blockwise": blockwise}
 # Names the results for `jax.checkpoint_policies.save_only_these_names`.
 OUTPUT_NAME = "tpuport_attention"
 
@@ -47,9 +47,9 @@ def _attention_forward(
     problem: AttentionProblem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
 ) -> tuple[jax.Array, Any]:
     with jax.default_matmul_precision(problem.precision):
-        out, lse = _forward(problem, q, k, v, parts)
-    out, lse = checkpoint_name(out, OUTPUT_NAME), checkpoint_name(lse, OUTPUT_NAME)
-    return out, (q, k, v, parts, out, lse)
+        found = _forward(problem, q, k, v, parts, saving=problem.keeps_bits)
+    results = tuple(checkpoint_name(x, OUTPUT_NAME) for x in found)
+    return results[0], (q, k, v, parts, *results)
 
 
 def _attention_backward(problem: AttentionProblem, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
@@ -88,6 +88,11 @@ class ShardedLayout(NamedTuple):
     exchanged: bool
     picked: bool
     head_axes: tuple[str, ...]
+
+    @property
+    def bits(self) -> P:
+        """Return the spec of the bits of dropout, (B, Hq, words, Sq)."""
+        return P(self.lse[0], self.lse[1], None, self.lse[2])
 
 
 def make_layout(problem: AttentionProblem, num_kv_heads: int, num_keys: int) -> ShardedLayout:
@@ -155,28 +160,34 @@ def _only_given(specs: Parts, parts: Parts) -> Parts:
 
 
 def _forward(
-    problem: AttentionProblem, q: jax.Array, k: jax.Array, v: jax.Array, parts: Parts
-) -> tuple[jax.Array, jax.Array]:
+    problem: AttentionProblem,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    parts: Parts,
+    *,
+    saving: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Return output, logsumexp, and if `saving` what else the kernel keeps for its gradient."""
     kernel, shards = KERNELS[problem.kernel], problem.shards
+    more = {"saving": True} if saving else {}
     if shards is None:
-        return kernel.forward(Local(problem, parts), q, k, v)
+        return kernel.forward(Local(problem, parts), q, k, v, **more)
     layout = make_layout(problem, k.shape[1], k.shape[2])
 
-    def local(q: Any, k: Any, v: Any, parts: Parts) -> tuple[jax.Array, jax.Array]:
+    def local(q: Any, k: Any, v: Any, parts: Parts) -> tuple[jax.Array, ...]:
         inside = Inside(problem, layout, parts, q.shape[0], q.shape[1], q.shape[2])
         k, v = inside.enter_kv(k), inside.enter_kv(v)
         if inside.is_ring:
-            out, lse = ring.forward(kernel, inside.local, shards.sequence, q, k, v)
-        else:
-            out, lse = kernel.forward(inside.local, q, k, v)
-        return out, lse
+            return ring.forward(kernel, inside.local, shards.sequence, q, k, v)
+        return kernel.forward(inside.local, q, k, v, **more)
 
     specs = (layout.q, layout.kv, layout.kv, _only_given(_parts_layout(layout, parts), parts))
     mapped = jax.shard_map(
         local,
         mesh=shards.mesh,
         in_specs=specs,
-        out_specs=(layout.q, layout.lse),
+        out_specs=(layout.q, layout.lse, *([layout.bits] if saving else ())),
         # Splash's pallas_call declares no varying mesh axes of its results, as the check wants.
         check_vma=False,
     )
@@ -184,20 +195,20 @@ def _forward(
 
 
 def _backward(problem: AttentionProblem, saved: tuple[Any, ...], grad: jax.Array) -> Gradients:
-    q, k, v, parts, out, lse = saved
+    q, k, v, parts, out, lse, *more = saved
     kernel, shards = KERNELS[problem.kernel], problem.shards
     if shards is None:
-        return kernel.backward(Local(problem, parts), q, k, v, out, lse, grad)
+        return kernel.backward(Local(problem, parts), q, k, v, out, lse, grad, *more)
     layout = make_layout(problem, k.shape[1], k.shape[2])
 
-    def local(q: Any, k: Any, v: Any, parts: Parts, out: Any, lse: Any, grad: Any) -> Gradients:
+    def local(q: Any, k: Any, v: Any, parts: Parts, *rows: Any) -> Gradients:
         inside = Inside(problem, layout, parts, q.shape[0], q.shape[1], q.shape[2])
         (k, pull_k), (v, pull_v) = inside.enter_kv_back(k), inside.enter_kv_back(v)
         if inside.is_ring:
             axes = shards.sequence
-            found = ring.backward(kernel, inside.local, axes, q, k, v, out, lse, grad)
+            found = ring.backward(kernel, inside.local, axes, q, k, v, *rows)
         else:
-            found = kernel.backward(inside.local, q, k, v, out, lse, grad)
+            found = kernel.backward(inside.local, q, k, v, *rows)
         axes = shards.batch + shards.heads + shards.sequence
         captured = tuple(lax.psum(c, axes) if axes else c for c in found.captured)
         return Gradients(found.q, pull_k(found.k), pull_v(found.v), captured)
@@ -207,11 +218,11 @@ def _backward(problem: AttentionProblem, saved: tuple[Any, ...], grad: jax.Array
     mapped = jax.shard_map(
         local,
         mesh=shards.mesh,
-        in_specs=(*specs, layout.q, layout.lse, layout.q),
+        in_specs=(*specs, layout.q, layout.lse, layout.q, *(layout.bits for _ in more)),
         out_specs=Gradients(layout.q, layout.d_kv, layout.d_kv, floats),
         check_vma=False,
     )
-    return mapped(q, k, v, parts, out, lse, grad)
+    return mapped(q, k, v, parts, out, lse, grad, *more)
 
 
 class Inside:

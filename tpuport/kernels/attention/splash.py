@@ -219,7 +219,7 @@ def _prepare(
         or parts.q_segments is not None
         or (is_cut and problem.low is not None)
     ):
-        ids = _make_ids(parts, q, k, num_keys, (q_block, kv_block))
+        ids = make_ids(parts, q, k, num_keys, (q_block, kv_block))
         num_keys = ids.kv.shape[1]
     band = ScheduleBand(problem.low, problem.high, origin.q - origin.k, q.shape[2], num_keys)
     scaled = (q.astype(jnp.float32) * problem.scale).astype(q.dtype)
@@ -235,7 +235,7 @@ def _prepare(
     return Prepared(examples, band, sorting, (q_block, kv_block), by_ids)
 
 
-def _make_ids(
+def make_ids(
     parts: Parts, q: jax.Array, k: jax.Array, num_keys: Any, blocks: tuple[int, int]
 ) -> SegmentIds:
     """Return ids (B, full blocks) by which queries see the valid keys of their segment.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.user_frames import user_line, user_site
-from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend
+from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend, flash
 from tpuport.kernels.attention.dispatch import (
     ANY_MASK,
     CHOSEN,
@@ -91,6 +91,9 @@ def attention_call(
             return _full(query, key, value, call)
     shape = (*q.shape[:3], k.shape[2])
     found = _structure(trace, _four_mask(call.mask, dims[:-1], shape), shape, call.frozen)
+    if drops_whole(trace, q, found, call, options):
+        note_call(trace, q, k, "full", DROPS_WHOLE)
+        return _full(query, key, value, call)
     out = structured_call(trace, (q, k, v), found, call, options)
     return out.reshape(*dims, *out.shape[-2:])
 
@@ -118,7 +121,7 @@ def structured_call(
         found = replace(found, band=found.band & Band(high=0))
     mask = to_mask(found)
     shards = shards_for(trace.options.mesh, q.shape[:3])
-    kernel, reasons = choose_kernel(q.dtype, mask, call.dropout, options, shards)
+    kernel, reasons = choose_kernel(q.dtype, mask, call.dropout, options, shards, call.key)
     if options.kernel == "splash" and kernel != "splash":
         others = [one for one in reasons if one != CHOSEN]
         raise _splash_refusal(trace, _in_words((others[0],), found))
@@ -150,9 +153,9 @@ def serving_kernel(
     call: AttentionOperands,
     options: AttentionOptions,
 ) -> str:
-    """Return the kernel that `structured_call` would take: "splash" or "blockwise"."""
+    """Return the kernel that `structured_call` would take: "splash", "flash" or "blockwise"."""
     shards = shards_for(trace.options.mesh, q.shape[:3])
-    return choose_kernel(q.dtype, to_mask(found), call.dropout, options, shards)[0]
+    return choose_kernel(q.dtype, to_mask(found), call.dropout, options, shards, call.key)[0]
 
 
 def described(mask: Mask, found: Structure) -> str:
@@ -184,9 +187,10 @@ def spread(shards: Shards | None) -> str:
     return ", ".join(f"{dim} over {' and '.join(axes)}" for dim, axes in dims.items() if axes)
 
 
-# Up to so many weights, dropout acts on the matrix of scores: it then draws the random numbers that
-# verification gives eager PyTorch, which a kernel, tile by tile, does not.
+# Up to so many weights, dropout acts on the matrix of scores where no kernel is faster.
 _DROPPED_WHOLE = 1 << 26
+# What the report says then, or where the kernel would be slower.
+DROPS_WHOLE = "dropout of weights that are few"
 
 
 def _refused(
@@ -205,15 +209,24 @@ def _refused(
         return f"{of_query} heads of queries with {of_key} of keys and {of_value} of values"
     if call.scale is not None and not isinstance(call.scale, (int, float)):
         return "a scale that depends on data"
-    weights = query.size // max(query.shape[-1], 1) * key.shape[-2]
-    if call.dropout and drops_whole(options, weights):
-        return "dropout of weights that are few"
-    return ""
+    return "dropout of all weights" if call.dropout >= 1 else ""
 
 
-def drops_whole(options: AttentionOptions, weights: int) -> bool:
-    """Return whether dropout of so many weights acts on the matrix of scores."""
-    return options.kernel == "auto" and weights <= _DROPPED_WHOLE
+def drops_whole(
+    trace: Trace,
+    q: jax.Array,
+    found: Structure,
+    call: AttentionOperands,
+    options: AttentionOptions,
+) -> bool:
+    """Return whether dropout acts on the matrix of scores, as is better for few of them."""
+    if not call.dropout or options.kernel != "auto":
+        return False
+    if math.prod(found.shape) > _DROPPED_WHOLE:
+        return False
+    if serving_kernel(trace, q, found, call, options) == "flash":
+        return not options.interpret and not flash.is_faster(*found.shape[2:])
+    return True
 
 
 def has_few_scores(q: Any, k: Any, v: Any, shards: Shards | None) -> bool:

@@ -20,6 +20,7 @@ import numpy as np
 from tpuport.foundation.user_frames import inside_prefixes, user_site
 from tpuport.kernels.attention import AttentionOptions, BlockSizes
 from tpuport.tracing.attention.lower import (
+    DROPS_WHOLE,
     AttentionOperands,
     CallPlace,
     drops_whole,
@@ -56,6 +57,7 @@ _PRECISIONS: dict[Any, str] = {
     jax.lax.Precision.HIGHEST: "highest",
 }
 
+_FAST = ("splash", "flash")
 # Tiles of the kernel for masks that are not what they usually are: memory is set aside for it.
 _SMALL = BlockSizes(128, 256, 256)
 
@@ -198,17 +200,20 @@ class WrittenOut:
         shape = self.softmax.input.aval.shape
         if len(shape) < 2 or self.softmax.axis != len(shape) - 1:
             raise NotServedError("the softmax is not over the last dim")
+        swapped = False
         for eqn in self.after:
             if self.dropout is not None and eqn is self.dropout.equation:
+                if swapped:
+                    raise NotServedError("the weights are transposed before their dropout")
                 continue
             name, before, after = eqn.primitive.name, eqn.invars[0].aval, eqn.outvars[0].aval
             is_view = name in _REGROUPS and _keeps_last(before.shape, after.shape)
+            swapped ^= _swaps_last(eqn)
             is_view |= _swaps_last(eqn)
             if not is_view and not (name == "convert_element_type" and after.dtype in _FLOATS):
                 raise NotServedError(f"the weights are changed by {name} after the softmax")
         weights = _Factor(self.product, self.side)
         last = (weights.free[0], weights.summed[0])
-        swapped = sum(map(_swaps_last, self.after)) % 2
         rank = len(weights.shape)
         if last != ((rank - 1, rank - 2) if swapped else (rank - 2, rank - 1)):
             raise NotServedError("the product with the values sums another dim than the softmax")
@@ -232,9 +237,6 @@ class WrittenOut:
             raise NotServedError("no queries, or nothing to attend to")
         self.precision()
         options = options_for(trace.options.target)
-        weights = math.prod(self.softmax.input.aval.shape)
-        if self.dropout is not None and options is not None and drops_whole(options, weights):
-            raise NotServedError("dropout of weights that are few")
         if options is not None and options.kernel == "auto" and not options.interpret:
             q, k, v = (
                 jax.ShapeDtypeStruct((*self.sizes, f.shape[a], f.shape[b]), array.dtype)
@@ -321,7 +323,12 @@ class WrittenOut:
             return structured_call(trace, (q, k, v), found, call, options, self.place(trace))
 
         simpler = if_causal(found) or if_rows_see(strict)
-        if simpler is None or serving_kernel(trace, q, simpler[1], call, options) != "splash":
+        if simpler is not None and serving_kernel(trace, q, simpler[1], call, options) not in _FAST:
+            simpler = None
+        served = found if simpler is None else simpler[1]
+        if drops_whole(trace, q, served, call, options):
+            raise NotServedError(DROPS_WHOLE)
+        if simpler is None:
             out = run(found)
         else:
             holds, other, words = simpler

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tpuport.tracing.patterns.program import BERNOULLI, FlatProgram, is_var
 
 
@@ -44,6 +46,8 @@ def _factor(program: FlatProgram, product: Any, atom: Any, size: int) -> Dropout
             key, kept = eqn.invars[0], program.number(eqn.invars[1])
             if kept is None or eqn.outvars[0].aval.size != size or not is_var(key):
                 return None
+            if eqn.invars[1].aval.dtype != np.float32:
+                return None  # drawn with fewer bits than kernels draw
             rate = 1 - float(kept)
             exact = 0 < rate < 1 and abs(by * float(kept) - 1) < 1e-5
             return Dropout(product, equations[::-1], key, rate) if exact else None
