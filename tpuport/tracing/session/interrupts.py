@@ -40,7 +40,7 @@ INTERRUPTS = _Interrupts()
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Hold Ctrl-C back, but for where `INTERRUPTS.raise_pending` is called, and raise it at the end.
+    """Hold Ctrl-C back until `INTERRUPTS.raise_pending` is called, or the block ends.
 
     A handler of the user's own is left alone, and so are other threads, which have none.
     """
