@@ -235,6 +235,8 @@ class Trace:
         self.loop_samples: dict[Any, int] = {}
         # Whether there are tensors that are rows of one array (`series`).
         self.has_rows = False
+        # Whether a list has as many tensors as data says: see `dynamic_shapes.counted_rows`.
+        self.has_runs = False
         self.blocks: active.BlockTracer | None = None
         self.dispatch_mode: TorchDispatchMode | None = None
         self.function_mode: TorchFunctionMode | None = None
