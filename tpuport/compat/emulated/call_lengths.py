@@ -22,6 +22,8 @@ from tpuport.tracing.state.lengths import Lengths, Seen, series
 
 _SHORTEST = 64
 _COUNT = "the count of lengths"
+# If calls have had more numbers of samples than that, one program is for many numbers.
+_SIZES_OF_BATCHES = 2
 # Of a class that failed so often the other instances are not tried: layers of a model have one.
 _MOST_FAILURES = 2
 
@@ -129,7 +131,8 @@ class CallLengths:
             count = one.count(seen)
             if count is not None:
                 return Fit(form_key, one, count, is_new=False)
-        found = series(last, seen)
+        # The last batch of a data set is a smaller one; where there are three sizes, there are more.
+        found = series(last, seen, samples=len(form.single) >= _SIZES_OF_BATCHES)
         ways = [] if found is None else list(_ways(found, seen))
         has_failed = self.failures.get(self._owner, 0) >= _MOST_FAILURES and not form.known
         if form.tried >= len(ways) or has_failed:
@@ -170,8 +173,10 @@ def _ways(lengths: Lengths, seen: Seen) -> Iterator[Lengths]:
     longest = max(one.at(at) for one in every)
     close = 1 << longest.bit_length()
     lowest = max(-((one.start - 1) // one.step) for one in every)
-    for low, room in ((lowest, max(_SHORTEST, close)), (at, close)):
-        high = min((room - one.start) // one.step for one in every)
+    counts_samples = any(dim == 0 and len(seen.sizes[leaf]) > 1 for (leaf, dim), _ in lengths.sizes)
+    room = close if counts_samples else max(_SHORTEST, close)
+    for low, most in ((lowest, room), (at, close)):
+        high = min((most - one.start) // one.step for one in every)
         yield _from(lengths, low, high)
 
 
