@@ -150,8 +150,8 @@ class LiveModel(PortedModel):
                 raise
             except (TpuportError, RuntimeError, TypeError, ValueError, IndexError) as error:
                 # Nothing was changed yet. The program for these sizes tells what is wrong.
-                fit = self._lengths.again(fit)
-                if fit is None:
+                is_guess, fit = fit.is_guess, self._lengths.again(fit)
+                if fit is None and not is_guess:
                     text = str(error).partition("\n")[0]
                     self.report.notes.append(f"{method}: a program for each length, as {text}")
             else:
@@ -166,8 +166,8 @@ class LiveModel(PortedModel):
             return None
         if self._differentiates(args, kwargs):
             return None
-        leaves, spec, _ = arguments.flatten_call((args, kwargs))
-        fit = self._lengths.fit(method, leaves, spec)
+        leaves, spec, paths = arguments.flatten_call((args, kwargs))
+        fit = self._lengths.fit(method, leaves, spec, paths)
         if fit is None or not fit.is_new or fit.lengths.sizes:
             return fit
         # A number may be one that no code looks at.
