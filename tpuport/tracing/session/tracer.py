@@ -62,6 +62,7 @@ from tpuport.tracing.session.program_io import (
 )
 from tpuport.tracing.session.seen_types import seen_in
 from tpuport.tracing.state import overlaps
+from tpuport.tracing.state.held_generators import hold_generators
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
@@ -145,6 +146,7 @@ class Tracer:
         """Return a method of a copy of the module ("forward" goes through `__call__`), or a
         function.
         """
+        hold_generators(module)
         if name in self.functions:
             return functools.partial(self.functions[name], module)
         found = module if name == "forward" else getattr(module, name)
