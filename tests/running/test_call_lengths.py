@@ -65,6 +65,12 @@ def decoded(model: Any, device: str, lengths: tuple[int, ...], rounds: int) -> l
 
 
 def both(make: Any, run: Any) -> Any:
+    """Return the report of the one program of a run, whose results equal eager PyTorch's."""
+    (report,) = compared(make, run).programs
+    return report
+
+
+def compared(make: Any, run: Any) -> Any:
     """Return the report of a run, whose results equal eager PyTorch's."""
     torch.manual_seed(0)
     eager = make()
@@ -72,12 +78,12 @@ def both(make: Any, run: Any) -> Any:
     with tpuport.porting() as scope:
         model = make().cuda()
         model.load_state_dict(eager.state_dict())
-        model.table.zero_()
+        if isinstance(model, Decoder):
+            model.table.zero_()
         given = run(model, "cuda")
     for ours, theirs in zip(given, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
-    (report,) = scope.report.programs
-    return report
+    return scope.report
 
 
 def test_a_loop_on_the_host_has_one_program_for_its_steps() -> None:
@@ -147,44 +153,85 @@ class Hooked(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.key, self.out = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.by_closure = True
 
     def forward(self, x: torch.Tensor, cache: dict[Any, torch.Tensor]) -> torch.Tensor:
         key = self.key(x) if "fixed" not in cache else cache["fixed"]
         return self.out(torch.softmax(x @ key.transpose(1, 2), -1) @ key)
 
 
-def test_a_hook_that_fills_an_argument_fills_the_callers_own() -> None:
-    def run(model: Any, device: str) -> torch.Tensor:
+def filled_by_hooks(model: Any, device: str) -> list[torch.Tensor]:
+    """Run two loops with a cache and hooks of their own, the second from a longer prompt."""
+    made = []
+    for length in (1, 2):
         cache: dict[Any, torch.Tensor] = {}
-        made = []
 
-        def keep(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
-            known = cache.get(module)
-            cache[module] = output if known is None else torch.cat([known, output], dim=1)
-            return cache[module]
+        def keep(module: Any, given: Any, output: torch.Tensor, cache: Any = cache) -> Any:
+            return _kept(cache, module, output)
 
-        handle = model.key.register_forward_hook(keep)
+        def kept(module: Any, given: Any, output: torch.Tensor) -> Any:
+            return _kept(cache, module, output)  # noqa: B023 - the loop removes it
+
+        handle = model.key.register_forward_hook(kept if model.by_closure else keep)
         with torch.no_grad():
-            for i in range(4):
-                x = torch.arange(4.0).reshape(1, 1, 4).sin().to(device) * (i + 1)
+            for i in range(5):
+                size = length if i == 0 else 1
+                x = torch.arange(4.0 * size).reshape(1, size, 4).sin().to(device) * (i + 1)
                 made.append(model(x, cache).cpu())
         handle.remove()
-        return torch.cat([*made, cache[model.key].cpu()], dim=1)
+        assert list(cache) == [model.key]
+        made.append(cache[model.key].cpu())
+    return made
 
-    torch.manual_seed(0)
-    eager = Hooked()
-    expected = run(eager, "cpu")
-    with tpuport.porting() as scope:
-        model = Hooked().cuda()
-        model.load_state_dict(eager.state_dict())
-        with (
-            pytest.warns(PortWarning, match="the closure of a hook"),
-            pytest.warns(PortWarning, match="a hook of key holds an argument"),
-        ):
-            given = run(model, "cuda")
-    torch.testing.assert_close(given, expected)
-    # The layer with the hook runs in eager PyTorch.
-    assert [report.model for report in scope.report.programs] == ["Linear"]
+
+def _kept(cache: dict[Any, torch.Tensor], module: Any, output: torch.Tensor) -> torch.Tensor:
+    known = cache.get(module)
+    cache[module] = output if known is None else torch.cat([known, output], dim=1)
+    return cache[module]
+
+
+def test_a_cache_that_hooks_hold_and_fill_is_an_argument_of_one_program() -> None:
+    found = compared(Hooked, filled_by_hooks)
+    (report,) = found.programs
+    # The first call, one step, many steps; then a longer prompt.
+    assert report.model == "Hooked"
+    assert len(report.retraces) == 3
+    assert not found.descended
+
+
+def test_what_hooks_hold_in_another_way_is_not_tied_to_an_argument() -> None:
+    def by_defaults() -> Hooked:
+        model = Hooked()
+        model.by_closure = False
+        return model
+
+    with (
+        pytest.warns(PortWarning, match="a hook of key holds an argument"),
+        pytest.warns(PortWarning, match="defaults of"),
+    ):
+        compared(by_defaults, filled_by_hooks)
+
+
+class Keyed(Hooked):
+    """A decoder that fills a cache whose keys are its layers."""
+
+    def forward(self, x: torch.Tensor, cache: dict[Any, torch.Tensor]) -> torch.Tensor:
+        key = self.key(x)
+        if self.key in cache:
+            key = torch.cat([cache[self.key], key], 1)
+        cache[self.key] = key
+        return self.out(torch.softmax(x @ key.transpose(1, 2), -1) @ key)
+
+
+def test_a_cache_whose_keys_are_layers() -> None:
+    def run(model: Any, device: str) -> torch.Tensor:
+        cache: dict[Any, torch.Tensor] = {}
+        with torch.no_grad():
+            made = [model(torch.ones(1, 1, 4).to(device) * i, cache).cpu() for i in range(5)]
+        assert list(cache) == [model.key]
+        return torch.cat([*made, cache[model.key].cpu()], 1)
+
+    assert len(both(Keyed, run).retraces) == 2
 
 
 def test_a_hook_that_writes_to_what_its_closure_holds_is_refused() -> None:

@@ -11,10 +11,11 @@ class Items:
         self.function, self.given, self.named = function, given, named
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._made())
+        return iter(self.made())
 
-    def _made(self) -> Any:
-        given = [one._made() if type(one) is Items else one for one in self.given]
+    def made(self) -> Any:
+        """Make the call."""
+        given = [one.made() if type(one) is Items else one for one in self.given]
         return self.function(*given, **self.named)
 
 

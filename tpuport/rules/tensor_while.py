@@ -1,6 +1,7 @@
 """TPU104: a Python loop whose end depends on a traced value."""
 
 import ast
+from collections.abc import Callable
 from functools import partial
 
 from tpuport.rules._blocks import Layout
@@ -296,7 +297,7 @@ def _call_edit(
     made = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
     bound = f"{state} = " if lift.outputs else ""
     is_apart = function == "for_items"
-    over = _items(node.iter, expressions) if is_apart else expressions.copy(node.iter)
+    over = _items(node.iter, expressions) if is_apart else _range(node.iter, expressions)
     arguments = [over, name, state, *more]
     call = layout.call(bound, f"{OPS}.{function}", arguments)
     return layout.edit([made, call], expressions, gap=True)
@@ -314,6 +315,17 @@ def _is_paired(node: ast.expr) -> bool:
             return False
 
 
+def _range(node: ast.expr, expressions: Expressions) -> Passage:
+    """Return the range of a loop, whose end may be a size that depends on data."""
+    match node:
+        case ast.Call(func=ast.Name(id="range"), args=args, keywords=[]) if not all(
+            isinstance(one, ast.Constant | ast.Starred) for one in args
+        ):
+            return _apart(node, expressions.copy, expressions)
+        case _:
+            return expressions.copy(node)
+
+
 def _items(node: ast.expr, expressions: Expressions) -> Passage:
     """Return what a loop goes over, with calls that give parts of tensors left to the loop."""
     match node:
@@ -323,6 +335,13 @@ def _items(node: ast.expr, expressions: Expressions) -> Passage:
             inner = partial(_items, expressions=expressions)
         case _:
             return expressions.copy(node)
+    return _apart(node, inner, expressions)
+
+
+def _apart(
+    node: ast.Call, inner: Callable[[ast.expr], Passage], expressions: Expressions
+) -> Passage:
+    """Return a call that is left to the loop: `tpuport.ops.Items(function, ...)`."""
     is_spread = None in {one.arg for one in node.keywords}
     if is_spread or any(isinstance(one, ast.Starred) for one in node.args):
         return expressions.copy(node)

@@ -18,10 +18,12 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.sealed import apart
 from tpuport.model.program_cache import CallArguments
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.tracing.state.lengths import Lengths, Seen, series
+from tpuport.tracing.state.lengths import Lengths, Seen, Steps, series
 
 _SHORTEST = 64
 _COUNT = "the count of lengths"
+# If calls have had more numbers of samples than that, one program is for many numbers.
+_SIZES_OF_BATCHES = 2
 # Of a class that failed so often the other instances are not tried: layers of a model have one.
 _MOST_FAILURES = 2
 
@@ -52,12 +54,14 @@ class Fit:
         lengths: The lengths of the series.
         count: The call's place in it.
         is_new: Whether there is no program for it yet.
+        is_guess: Whether there was no such call before, and what grows is a guess.
     """
 
     form: Any
     lengths: Lengths
     count: int
     is_new: bool
+    is_guess: bool = False
 
     @property
     def path(self) -> Any:
@@ -95,14 +99,20 @@ class CallLengths:
     def __init__(self, owner: type) -> None:
         self._forms: dict[Any, _Form] = {}
         self._owner = owner
+        # By method the sizes of the last call, by the paths of its arguments.
+        self._before: dict[str, dict[str, tuple[int, ...]]] = {}
 
-    def fit(self, method: str, leaves: list[Any], spec: pytree.TreeSpec) -> Fit | None:
+    def fit(
+        self, method: str, leaves: list[Any], spec: pytree.TreeSpec, paths: list[str]
+    ) -> Fit | None:
         """Return the series that a call belongs to; None if it is compiled as it is."""
         # Otherwise the emulated device would answer.
         with torch._C.DisableTorchFunction():
-            return self._fit(method, leaves, spec)
+            return self._fit(method, leaves, spec, paths)
 
-    def _fit(self, method: str, leaves: list[Any], spec: pytree.TreeSpec) -> Fit | None:
+    def _fit(
+        self, method: str, leaves: list[Any], spec: pytree.TreeSpec, paths: list[str]
+    ) -> Fit | None:
         if not all(map(_is_plain, leaves)):
             return None
         key, statics = apart(spec)
@@ -112,10 +122,16 @@ class CallLengths:
         kinds = tuple((leaf.dtype, leaf.dim()) for leaf in leaves)
         modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
         form_key = method, key, kinds, modes
+        before = self._before.get(method, {})
+        self._before[method] = dict(zip(paths, seen.sizes, strict=True))
         form = self._forms.get(form_key)
         if form is None:
-            self._forms[form_key] = _Form(seen, {seen})
-            return None
+            guess = _guess(before, paths, seen)
+            self._forms[form_key] = _Form(seen, {seen} if guess is None else set())
+            count = None if guess is None else guess.count(seen)
+            if guess is None or count is None:
+                return None
+            return Fit(form_key, guess, count, is_new=True, is_guess=True)
         last, form.last = form.last, seen
         if seen in form.single:
             return None
@@ -129,7 +145,8 @@ class CallLengths:
             count = one.count(seen)
             if count is not None:
                 return Fit(form_key, one, count, is_new=False)
-        found = series(last, seen)
+        # The last batch of a data set is smaller; where there are three sizes, there are more.
+        found = series(last, seen, samples=len(form.single) >= _SIZES_OF_BATCHES)
         ways = [] if found is None else list(_ways(found, seen))
         has_failed = self.failures.get(self._owner, 0) >= _MOST_FAILURES and not form.known
         if form.tried >= len(ways) or has_failed:
@@ -141,6 +158,9 @@ class CallLengths:
     def again(self, fit: Fit) -> Fit | None:
         """Return another way to make a program for a call, whose first one failed."""
         form = self._forms[fit.form]
+        if fit.is_guess:
+            form.single.add(form.last)
+            return None
         form.tried += 1
         ways = list(_ways(fit.lengths, form.last))
         if form.tried >= len(ways):
@@ -154,6 +174,27 @@ class CallLengths:
         """Note that a series has a program."""
         if fit.is_new:
             self._forms[fit.form].known.append(fit.lengths)
+
+
+def _guess(before: dict[str, tuple[int, ...]], paths: list[str], seen: Seen) -> Lengths | None:
+    """Guess what grows from the first call with a cache on, None if nothing seems to.
+
+    A sampler calls its model with a prompt, and then with a token and a cache that is as long as
+    the prompt. If something else grows, too, later calls are no part of this series.
+    """
+    lengths: set[int] = set()
+    for path, now in zip(paths, seen.sizes, strict=True):
+        was = before.get(path, ())
+        if len(was) == len(now):
+            lengths |= {a for a, b in zip(was, now, strict=True) if a > b}
+    sizes = tuple(
+        ((leaf, dim), Steps(size, 1))
+        for leaf, known in enumerate(seen.sizes)
+        if paths[leaf] not in before
+        for dim, size in enumerate(known)
+        if dim and size in lengths
+    )
+    return next(_ways(Lengths(seen, sizes, (), 0, 0), seen)) if sizes else None
 
 
 def _ways(lengths: Lengths, seen: Seen) -> Iterator[Lengths]:
@@ -170,8 +211,10 @@ def _ways(lengths: Lengths, seen: Seen) -> Iterator[Lengths]:
     longest = max(one.at(at) for one in every)
     close = 1 << longest.bit_length()
     lowest = max(-((one.start - 1) // one.step) for one in every)
-    for low, room in ((lowest, max(_SHORTEST, close)), (at, close)):
-        high = min((room - one.start) // one.step for one in every)
+    counts_samples = any(dim == 0 and len(seen.sizes[leaf]) > 1 for (leaf, dim), _ in lengths.sizes)
+    room = close if counts_samples else max(_SHORTEST, close)
+    for low, most in ((lowest, room), (at, close)):
+        high = min((most - one.start) // one.step for one in every)
         yield _from(lengths, low, high)
 
 

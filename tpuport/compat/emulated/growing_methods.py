@@ -1,6 +1,7 @@
-"""Methods of modules that make a tensor longer in a loop around their own calls: `generate`.
+"""Methods of modules with a loop around their own calls, of which each has other sizes.
 
-Each call in such a loop has another length. As one program the loop is compiled once.
+A loop that makes a tensor longer (`generate`) is compiled once as one program. One over sizes that
+the module holds (the scales of an image) is compiled round by round in any case.
 """
 
 import ast
@@ -8,7 +9,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Iterator
-from types import FunctionType
+from types import CodeType, FunctionType
 
 _JOINING = frozenset({"cat", "concat", "concatenate", "hstack"})
 # Their own loops are not the script's: transformers' has programs of its own.
@@ -16,29 +17,71 @@ _LIBRARIES = ("torch.", "transformers.")
 
 
 def growing_methods(cls: type) -> list[str]:
-    """Return the names of a class's own methods that hold such a loop over a range."""
+    """Return the names of a class's own methods that make a tensor longer over a range."""
+    return [name for name, function in _own(cls) if _joins(function.__code__)
+            and any(map(_is_growing, _loops(function)))]  # fmt: skip
+
+
+def _joins(code: CodeType) -> bool:
+    return "range" in code.co_names and not _JOINING.isdisjoint(code.co_names)
+
+
+def sized_methods(cls: type) -> list[str]:
+    """Return the names of a class's own methods that loop over sizes which the module holds."""
+    return [name for name, function in _own(cls) if any(map(_is_over_sizes, _loops(function)))]
+
+
+def _own(cls: type) -> Iterator[tuple[str, FunctionType]]:
     if cls.__module__.startswith(_LIBRARIES):
-        return []
-    return [name for name, value in vars(cls).items() if name != "forward" and _grows(value)]
-
-
-def _grows(value: object) -> bool:
-    function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-    if not isinstance(function, FunctionType):
-        return False
-    code = function.__code__
-    if "range" not in code.co_names or _JOINING.isdisjoint(code.co_names):
-        return False
-    return _holds_loop(function)
+        return
+    for name, value in vars(cls).items():
+        function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
+        if name != "forward" and isinstance(function, FunctionType):
+            yield name, function
 
 
 @functools.cache
-def _holds_loop(function: FunctionType) -> bool:
+def _loops(function: FunctionType) -> list[ast.For]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):
-        return False  # made by a string or a cell, whose text is not kept
-    return any(_is_growing(node) for node in ast.walk(tree) if isinstance(node, ast.For))
+        return []  # made by a string or a cell, whose text is not kept
+    return [node for node in ast.walk(tree) if isinstance(node, ast.For)]
+
+
+def _is_over_sizes(loop: ast.For) -> bool:
+    """Return whether a loop goes over numbers of `self`, and makes sizes of them.
+
+    `for i, n in enumerate(self.sizes)`, with `x.reshape(-1, n, n)` and calls of its modules.
+    """
+    match loop.iter:
+        case ast.Call(func=ast.Name(id="enumerate"), args=[ast.Attribute() as held]):
+            target = loop.target.elts[-1] if isinstance(loop.target, ast.Tuple) else None
+        case ast.Attribute() as held:
+            target = loop.target
+        case _:
+            return False
+    if not isinstance(held.value, ast.Name) or held.value.id != "self":
+        return False
+    if not isinstance(target, ast.Name):
+        return False
+    inside = [node for statement in loop.body for node in ast.walk(statement)]
+    return any(map(_calls_itself, inside)) and any(_sized_by(inside, target.id))
+
+
+# Methods that take sizes.
+_SIZED = frozenset({"view", "reshape", "expand", "repeat", "unflatten", "interpolate"})
+
+
+def _sized_by(nodes: list[ast.AST], name: str) -> Iterator[ast.AST]:
+    """Yield the calls with sizes that have a number among them."""
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Attribute(attr=method), args=arguments) if method in _SIZED:
+                if any(isinstance(one, ast.Name) and one.id == name for one in arguments):
+                    yield node
+            case _:
+                pass
 
 
 def _is_growing(loop: ast.For) -> bool:

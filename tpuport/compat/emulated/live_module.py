@@ -30,6 +30,7 @@ from tpuport.model.program_cache import BoundCall, CallArguments
 from tpuport.tracing.core import arguments
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
+from tpuport.tracing.guards.linked_arguments import linked_cells, links_of
 from tpuport.tracing.guards.module_changes import (
     differences,
     frame_of,
@@ -37,7 +38,6 @@ from tpuport.tracing.guards.module_changes import (
     named,
     put,
     refuse_backward_hooks,
-    refuse_hooks_on_arguments,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.overlaps import overlapping
@@ -112,7 +112,7 @@ class LiveModel(PortedModel):
         """
         check_signature(self._user, method, args, kwargs)
         refuse_backward_hooks(self._user)
-        refuse_hooks_on_arguments(self._user, (args, kwargs))
+        self._tracer.links = links_of(self._user, (args, kwargs))
         # Without torch's function modes, reading the tensors takes half the time.
         with torch._C.DisableTorchFunction():
             self._follow_shardings(args, kwargs)
@@ -150,8 +150,8 @@ class LiveModel(PortedModel):
                 raise
             except (TpuportError, RuntimeError, TypeError, ValueError, IndexError) as error:
                 # Nothing was changed yet. The program for these sizes tells what is wrong.
-                fit = self._lengths.again(fit)
-                if fit is None:
+                is_guess, fit = fit.is_guess, self._lengths.again(fit)
+                if fit is None and not is_guess:
                     text = str(error).partition("\n")[0]
                     self.report.notes.append(f"{method}: a program for each length, as {text}")
             else:
@@ -166,8 +166,8 @@ class LiveModel(PortedModel):
             return None
         if self._differentiates(args, kwargs):
             return None
-        leaves, spec, _ = arguments.flatten_call((args, kwargs))
-        fit = self._lengths.fit(method, leaves, spec)
+        leaves, spec, paths = arguments.flatten_call((args, kwargs))
+        fit = self._lengths.fit(method, leaves, spec, paths)
         if fit is None or not fit.is_new or fit.lengths.sizes:
             return fit
         # A number may be one that no code looks at.
@@ -209,7 +209,9 @@ class LiveModel(PortedModel):
     def _look_outside(self) -> None:
         """Find what the code reads outside of the module, and read it."""
         name = type(self._user).__name__
-        self._outside = GlobalState(CodeReads([self._user]), name, self._source)
+        reads = CodeReads([self._user])
+        reads.leave_out(linked_cells(self._user, self._tracer.links))
+        self._outside = GlobalState(reads, name, self._source)
         self._outside_values = self._outside.snapshot()
 
     def _take_in(self) -> None:
@@ -233,7 +235,7 @@ class LiveModel(PortedModel):
         """Return what needs another program when it changes, as which tensors share memory."""
         shared = tuple(sorted(overlapping(tree.leaves))) if self._shares else ()
         tied = tuple((name, tuple(others)) for name, others in tree.aliases.items())
-        return frame_of(tree, self._user), shared, tied
+        return frame_of(tree, self._user, self._tracer.links), shared, tied
 
     def _set_frame(self, frame: Any) -> None:
         """Switch to the programs of this structure, old ones if it was seen before."""

@@ -161,19 +161,33 @@ def _run(
 
 
 def attempt(
-    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+    module: torch.nn.Module,
+    method: str,
+    original: Any,
+    args: tuple[Any, ...],
+    kwargs: Any,
+    *,
+    is_whole: bool = True,
 ) -> Any:
-    """Call a method whose loop makes tensors longer as one program, if its loop can be one.
+    """Call a method whose loop calls the module with other sizes as one program, if it can be one.
 
     Otherwise it runs as it is written, with each step as a program. What that gives is right too,
     so other tokens than eager's (of two logits that are equal but for rounding) are no error.
+
+    Args:
+        module: The module.
+        method: The name of the method.
+        original: The method.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        is_whole: Whether a loop that makes tensors longer has to be one of the program's.
     """
     settings = active()
     assert settings is not None
     if settings.hooks.instead is not None:
         return settings.hooks.instead(module, method, original, args, kwargs)
     try:
-        return _run(module, method, args, kwargs, settings, is_whole=True)
+        return _run(module, method, args, kwargs, settings, is_whole=is_whole)
     except (PortError, UsageError) as error:
         # A program that cannot be made is not tried again; an argument may be another next time.
         if isinstance(error, PortError):

@@ -1,5 +1,6 @@
 """Module calls inside `porting()` become programs."""
 
+import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 import torch
 
 from tpuport.compat.emulated import programs
-from tpuport.compat.emulated.growing_methods import growing_methods
+from tpuport.compat.emulated.growing_methods import growing_methods, sized_methods
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import REPLACED, Replacement, Shim
+from tpuport.tracing.guards.code_reads import content
 
 
 class ModuleProgram(Shim):
@@ -33,8 +35,8 @@ class ModuleProgram(Shim):
 class MethodProgram(Shim):
     """A method that the user named is one program, as a module call is.
 
-    So is one whose loop makes a tensor longer, if the loop can be one, and `forward` where code
-    calls it itself.
+    So is one whose loop calls the module with other sizes, if it can be one, and `forward` where
+    code calls it itself.
     """
 
     TARGET = "torch.nn.Module.__init_subclass__"
@@ -64,7 +66,9 @@ def _named_methods(cls: type) -> list[Replacement]:
     settings = active()
     if settings is None:
         return []
-    ways = dict.fromkeys(growing_methods(cls), programs.attempt)
+    unrolled = functools.partial(programs.attempt, is_whole=False)
+    ways: dict[str, Any] = dict.fromkeys(sized_methods(cls), unrolled)
+    ways |= dict.fromkeys(growing_methods(cls), programs.attempt)
     ways |= dict.fromkeys(programs.program_methods(settings, cls), programs.call)
     if "forward" in vars(cls) and not cls.__module__.startswith(_LIBRARIES):
         ways["forward"] = programs.call_forward
@@ -80,6 +84,22 @@ def _as_program(original: Any, name: str, way: Any) -> Any:
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not programs.becomes_program(module, name):
             return original(module, *args, **kwargs)
-        return way(module, name, original, args, kwargs)
+        with mode():
+            return way(module, name, original, args, kwargs)
 
+    mode = _mode_of(original)
     return call
+
+
+def _mode_of(function: Any) -> Any:
+    """Return the mode in which all of a function runs, as its decorator says: `torch.no_grad`.
+
+    Without it a program would have a gradient that nobody can ask for.
+    """
+    for cell in getattr(function, "__closure__", None) or ():
+        owner = getattr(content(cell), "__self__", None)
+        if isinstance(owner, torch.no_grad):
+            return torch.no_grad
+        if isinstance(owner, torch.inference_mode) and owner.mode:
+            return torch.inference_mode
+    return contextlib.nullcontext

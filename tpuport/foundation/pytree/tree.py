@@ -50,7 +50,7 @@ _SPARSE = frozenset(
 )
 
 
-class _Identity:
+class Identity:
     """A key that is equal to that of the same object only, which it keeps."""
 
     def __init__(self, value: Any) -> None:
@@ -60,7 +60,7 @@ class _Identity:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
+        return isinstance(other, Identity) and other.value is self.value
 
     def __repr__(self) -> str:
         return f"{type(self.value).__name__} at {id(self.value):#x}"
@@ -184,7 +184,7 @@ def hashable(value: Any, keep: list[Any]) -> Any:
         return (value.__func__, id(value.__self__))
     if isinstance(value, (weakref.ref, torch.Tensor)):
         # Comparing them would compare a tensor or a referent, elementwise.
-        return _Identity(value)
+        return Identity(value)
     if isinstance(value, functools.partial):
         keep.append(value)
         held = (*value.args, *value.keywords.values())

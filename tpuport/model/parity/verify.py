@@ -34,6 +34,7 @@ from tpuport.tracing.patches.manual_seed import ManualSeed
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import eager_compiled
+from tpuport.tracing.state.held_generators import holds_generator
 from tpuport.tracing.state.module_state import state_tree
 
 
@@ -164,7 +165,8 @@ class Verifier:
             before = call.tracer.outside(call.method).snapshot()
             # Most models draw no random numbers: try without the mode that supplies them first.
             found = None
-            if not _has_generator((call.args, call.kwargs)):  # a generator needs it in any case
+            # A generator needs it in any case.
+            if not _has_generator((call.args, call.kwargs)) and not holds_generator(call.module):
                 state = torch.get_rng_state()
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
                     found = self.seen(call)

@@ -5,6 +5,8 @@ a result of the scan, and the list gets the items of all rounds after it.
 """
 
 import enum
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +23,10 @@ from tpuport.tracing.core import series
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.storage import Storage
-from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.values import flow_of, value_of
+from tpuport.tracing.dynamic_shapes.counted_rows import CountedRun, counted_rows
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
 _READ = "a round reads a list that it appends to"
@@ -220,6 +224,33 @@ class AppendedList:
         for number in range(rounds):
             leaves = [column[number] for column in columns]
             self.value.extend(pytree.unflatten(self.appended.spec, leaves))
+
+    def hold(
+        self, arrays: list[jax.Array], rounds: NumberNode, tensors: tuple[list[Any], list[Any]]
+    ) -> None:
+        """Put what stands for the items of as many rounds as data says in the place of the list.
+
+        Raises:
+            Unread: something that is not known here holds the list, or it has other items.
+        """
+        items = self.appended.items
+        if len(items) != 1 or items[0].dtype is None or len(self.appended.spec.containers) > 1:
+            raise Unread("the rounds append more than one tensor each to a list")
+        if self.value or self._has_others():
+            raise Unread("a list has other items or names before the loop")
+        before, after = tensors
+        tied = [(before if same is _Tie.BEFORE else after)[at] for at, same in self._same.values()]
+        seen = [(one, version(one)) for one in tied]
+        run = CountedRun(arrays[0], rounds, items[0].flow, self.trace.regions[-1], seen)
+        self._set(counted_rows(self.trace, run, items[0].dtype))
+
+    def _has_others(self) -> bool:
+        """Return whether something holds the list that the collector of garbage does not see.
+
+        That is a variable of a function that runs.
+        """
+        # `getrefcount` holds it, too.
+        return sys.getrefcount(self.value) - 1 > len(gc.get_referrers(self.value))
 
     def _set(self, value: Any) -> None:
         for cell in self._cells:

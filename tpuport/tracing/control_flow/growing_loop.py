@@ -19,13 +19,21 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
-from tpuport.foundation.plain_loops import looped
+from tpuport.foundation.plain_loops import Items, looped
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
-from tpuport.tracing.control_flow.loop_items import ItemsWatch, Series, series_of
+from tpuport.tracing.control_flow.loop_items import series_of
+from tpuport.tracing.control_flow.loop_sources import (
+    CountedSource,
+    ItemsSource,
+    RangeSource,
+    Source,
+    WhileSource,
+    is_traced,
+)
 from tpuport.tracing.control_flow.merge import Decisions, branch_leaf, leaf_value
 from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
@@ -52,8 +60,6 @@ from tpuport.tracing.dynamic_shapes.extents import (
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
-# Of fewer rounds, each is compiled by itself unless it makes a tensor longer: it is faster.
-_MANY_ROUNDS = 32
 _MOST_ROUNDS = 1 << 16
 # What `reversed(range(n))` is; nobody has taken a number from it.
 _REVERSED = type(reversed(range(1)))
@@ -70,138 +76,8 @@ _Given = tuple[jax.Array, list[jax.Array]]
 _Added = list[list[jax.Array]]
 
 
-class _Range:
-    """`for number in numbers: operands = body(number, *operands)`.
-
-    If it `stops`, the body returns before the operands whether the loop ends after this round.
-    """
-
-    def __init__(self, numbers: range, body: Callable[..., Any], *, stops: bool) -> None:
-        self.numbers, self.body, self.stops = numbers, body, stops
-        self.functions, self.key = [body], numbers
-
-    @property
-    def is_long(self) -> bool:
-        """Return whether it has so many rounds that it is one program in any case."""
-        return len(self.numbers) >= _MANY_ROUNDS
-
-    def is_over(self, number: int, operands: Any) -> Any:
-        """Return whether the loop has ended before a round."""
-        del operands
-        return number >= len(self.numbers)
-
-    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round; return whether the loop ends after it, and the operands."""
-        return self.run(self.numbers[number], operands)
-
-    def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run the round with this number, which may be traced."""
-        made = tuple(self.body(number, *operands))
-        return (made[0], made[1:]) if self.stops else (False, made)
-
-    def first(self, number: int) -> Any:
-        """Return what a round before those that are alike gets."""
-        return self.numbers[number]
-
-    def arrays(self, peel: int) -> list[jax.Array]:
-        """Return what the scan goes over besides the numbers of the rounds that are alike."""
-        del peel
-        return []
-
-    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
-        """Return what a round gets, which is counted from those that are alike."""
-        del arrays
-        start = self.numbers.start + peel * self.numbers.step
-        return sym_numbers.from_node(along(index, start, self.numbers.step))
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-
-
-class _Items(_Range):
-    """`for item in series: operands = body(item, *operands)`."""
-
-    def __init__(
-        self, items: Any, series: Series, body: Callable[..., Any], *, stops: bool
-    ) -> None:
-        super().__init__(range(series.count), body, stops=stops)
-        self.items = items
-        self.series, self.key, self.watch = series, series.key, ItemsWatch(series)
-        self._made: list[Any] | None = None
-
-    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round; return whether the loop ends after it, and the operands."""
-        if self._made is None:
-            self._made = list(self.items)
-        return self.run(self._made[number], operands)
-
-    def first(self, number: int) -> Any:
-        """Return what a round before those that are alike gets."""
-        return self.series.first(number)
-
-    def arrays(self, peel: int) -> list[jax.Array]:
-        """Return what the scan goes over besides the numbers of the rounds that are alike."""
-        return self.series.arrays(slice(peel, len(self.numbers)))
-
-    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
-        """Return what a round gets, which is counted from those that are alike."""
-        return self.series.item(peel, index, iter(arrays), self.watch.refuse)
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-        self.watch.check()
-
-
-class _While:
-    """`while test(*operands): operands = body(*operands)`, where Python knows what `test` says."""
-
-    stops = is_long = False
-
-    def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
-        self.test, self.body = test, body
-        self.functions, self.key = [test, body], None
-
-    def is_over(self, number: int, operands: Any) -> Any:
-        """Return whether the loop has ended before a round."""
-        del number
-        again = self.test(*operands)
-        return again if _is_traced(again) else not again
-
-    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round; return that the loop does not end after it, and the operands."""
-        return self.run(number, operands)
-
-    def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round."""
-        del number
-        return False, tuple(self.body(*operands))
-
-    def first(self, number: int) -> Any:
-        """Return nothing: the body takes no item."""
-        del number
-
-    def arrays(self, peel: int) -> list[jax.Array]:
-        """Return nothing: the scan goes over numbers only."""
-        del peel
-        return []
-
-    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
-        """Return nothing: the body takes no item."""
-        del peel, index, arrays
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-
-
-_Source = _Range | _While
-
-
 class _Uncarried(Exception):
     """A round writes to memory from before the loop that the loop does not carry yet."""
-
-
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, (TracedTensor, *sym_numbers.SYMBOLIC))
 
 
 def traced_range(
@@ -212,10 +88,14 @@ def traced_range(
     Raises:
         RestartTrace: what its first rounds have shown is noted for the next attempt.
     """
+    if type(numbers) is Items:
+        if numbers.function is range and any(map(is_traced, numbers.given)):
+            return _run(CountedSource(numbers.given, body, stops=stops), operands)
+        numbers = numbers.made()
     if isinstance(numbers, _REVERSED):
         numbers = numbers.__reduce__()[1][0]
     is_short = not isinstance(numbers, range) or len(numbers) < _FEWEST_ROUNDS
-    return _run(_Range(numbers, body, stops=stops), operands, is_short=is_short)
+    return _run(RangeSource(numbers, body, stops=stops), operands, is_short=is_short)
 
 
 def traced_items(
@@ -228,7 +108,7 @@ def traced_items(
     """
     series = series_of(items)
     if series is not None:
-        source = _Items(items, series, body, stops=stops)
+        source = ItemsSource(items, series, body, stops=stops)
         return _run(source, operands, is_short=series.count < _FEWEST_ROUNDS)
     if not stops and isinstance(items, TracedTensor) and 0 in extents_of(items):
         return traced_for(items, body, operands, ())
@@ -243,12 +123,15 @@ def counted_while(
     Raises:
         RestartTrace: what its first rounds have shown is noted for the next attempt.
     """
-    return _run(_While(test, body), operands)
+    return _run(WhileSource(test, body), operands)
 
 
-def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) -> tuple[Any, ...]:
+def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -> tuple[Any, ...]:
     trace = current()
+    is_counted = isinstance(source, CountedSource)
     if trace is None or trace.explorer is None or is_short or transforming():
+        if is_counted:
+            raise _no_count("it is inside of a transform of jax or torch.func")
         return _unrolled(source, operands, 0)
     leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
     plan, site = trace.explorer.plan, user_line()
@@ -262,10 +145,7 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
         if ended or not growth.why:
             raise RestartTrace()
     if growth.why:
-        if plan.whole:
-            raise not_whole(growth.why, site)
-        if growth.ends:
-            raise _no_ends(growth.why, site)
+        _refuse_rounds(source, growth, plan.whole, site)
         trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
         return _unrolled(source, operands, ran)
 
@@ -279,11 +159,21 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
     except (Unread, PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
         # Without its first round it may be one; otherwise it is what it was before.
         failed = Growth(growth.peel, why=_reason(error))
-        plan.loops[key] = Growth(1) if growth.peel == 0 else failed
+        plan.loops[key] = Growth(1) if growth.peel == 0 and not is_counted else failed
         raise RestartTrace() from error
     grows = ", with growing tensors" if growth.is_longer else ""
     trace.explorer.branches[site] = f"one lax.scan of {rounds} rounds{grows}"
     return made
+
+
+def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> None:
+    """Refuse a loop that cannot be one program, if its rounds cannot be compiled one by one."""
+    if isinstance(source, CountedSource):
+        raise _no_count(growth.why, site)
+    if whole:
+        raise not_whole(growth.why, site)
+    if growth.ends:
+        raise _no_ends(growth.why, site)
 
 
 def _reason(error: Exception) -> str:
@@ -291,10 +181,10 @@ def _reason(error: Exception) -> str:
     return text.partition("\n")[0]
 
 
-def _unrolled(source: _Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
+def _unrolled(source: Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
     while True:
         is_over = source.is_over(ran, operands)
-        if isinstance(source, _While) and _is_traced(is_over):
+        if isinstance(source, WhileSource) and is_traced(is_over):
             return traced_while(source.test, source.body, operands)
         if is_over:
             return operands
@@ -316,6 +206,18 @@ def _no_ends(why: str, site: str) -> PortError:
     )
 
 
+def _no_count(why: str, site: str | None = None) -> PortError:
+    """Return the refusal of a loop over a range whose end depends on data."""
+    return port_error(
+        "a loop over a range whose end depends on data cannot be one program:"
+        f" {why.removeprefix(_CANNOT)}",
+        code="TPU104",
+        place=site,
+        remedy="let each round do the same to tensors of one size, or append to a list that"
+        " torch.stack or torch.cat joins after the loop",
+    )
+
+
 def _sizes(operands: Any) -> list[Any]:
     """Return the sizes of the tensors among the operands."""
     leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
@@ -329,7 +231,7 @@ def _described(leaf: Any) -> Any:
 
 
 def _observed(
-    source: _Source, operands: tuple[Any, ...], peel: int
+    source: Source, operands: tuple[Any, ...], peel: int
 ) -> tuple[Growth, tuple[Any, ...], int, bool]:
     """Run some rounds. Return how each of them changes the variables, these, and their number.
 
@@ -345,10 +247,10 @@ def _observed(
         ran += 1
         for watch in watches:
             watch.note(operands)
-        if _is_traced(stop):
+        if is_traced(stop):
             ended = True
         elif stop:
-            assert isinstance(source, _Range)
+            assert isinstance(source, RangeSource)
             ran = len(source.numbers)
             break
         if len(watches) >= _SEEN_ROUNDS:
@@ -362,7 +264,7 @@ def _observed(
 
 
 def _true(value: Any) -> bool:
-    return _is_traced(value) or bool(value)
+    return is_traced(value) or bool(value)
 
 
 class _Growing:
@@ -371,7 +273,7 @@ class _Growing:
     def __init__(
         self,
         trace: Trace,
-        source: _Source,
+        source: Source,
         operands: tuple[Any, ...],
         growth: Growth,
         written: Refusal,
@@ -388,6 +290,8 @@ class _Growing:
         self.leaves, self.spec = pytree.flatten(before, leaf=branch_leaf, shared=False)
         if not _is_like(self.leaves, self.plan):
             raise _unproved("the rounds do not change the variables alike")
+        if growth.peel and isinstance(source, CountedSource):
+            raise _unproved("its first round differs from the others")
         if growth.lists and source.stops:
             raise _unproved("a traced value may end it, and a round appends to a list")
         self.lists = [AppendedList(trace, self.outside, one) for one in growth.lists]
@@ -396,9 +300,9 @@ class _Growing:
         self.drawn = False
         self.memory = WrittenMemory(trace, self.leaves)
 
-    def _counted(self, source: _Source) -> int:
+    def _counted(self, source: Source) -> int:
         """Return how many rounds there are, but for those that ran before."""
-        if isinstance(source, _Range):
+        if isinstance(source, RangeSource):
             return len(source.numbers) - self.growth.peel
         found: list[int] = []
 
@@ -409,7 +313,7 @@ class _Growing:
                 )
                 self.outside.write(self.growth.places, held)
                 is_over = source.is_over(done, operands)
-                if _is_traced(is_over):
+                if is_traced(is_over):
                     raise _unproved("a traced value may end it")
                 if is_over:
                     found.append(done)
@@ -448,7 +352,8 @@ class _Growing:
         initial = [self._buffer(leaf, one) for leaf, one in self._tensors()]
         numbers = jnp.arange(self.rounds, dtype=jnp.int32)
         arrays = self.source.arrays(self.growth.peel)
-        over = truth(self.over) if _is_traced(self.over) else jnp.bool_(self.over)
+        over = truth(self.over) if is_traced(self.over) else jnp.bool_(self.over)
+        over = over | self.source.begins_ended
         decisions = Decisions(trace)
         while True:
             carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0))
@@ -463,15 +368,19 @@ class _Growing:
         self.memory.write(memory, [one.flow for one in self.plan])
         self.source.check()
         values, rounds = iter(final), None
-        if self.source.stops:
-            rounds = NumberNode(ran, int, 0 if _is_traced(self.over) else 1, self.rounds)
+        if self.source.may_end:
+            least = 0 if is_traced(self.over) or isinstance(self.source, CountedSource) else 1
+            rounds = self.source.ran(NumberNode(ran, int, least, self.rounds))
         made = [self._after(one, values, rounds) for one in self.plan]
         for at in self.memory.given:
             made[at] = self.leaves[at]
         operands, held = pytree.unflatten(self.spec, made)
         self.outside.write(self.growth.places, held)
         for one, arrays in zip(self.lists, added, strict=True):
-            one.extend(arrays, self.rounds, self.leaves, made, self.written)
+            if rounds is None:
+                one.extend(arrays, self.rounds, self.leaves, made, self.written)
+            else:
+                one.hold(arrays, rounds, (self.leaves, made))
         return operands, self.rounds
 
     def _tensors(self) -> list[tuple[torch.Tensor, Plain]]:
@@ -522,12 +431,20 @@ class _Growing:
             self.failures.set(code)
 
     def _step(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
-        if not self.source.stops:
+        if not self.source.may_end:
             return self._round(carried, given)
-        after = jax.lax.cond(
-            carried[4], lambda same: same, lambda live: self._round(live, given)[0], carried
-        )
-        return after, []
+        shapes: list[Any] = []
+
+        def live(carried: _Carried) -> tuple[_Carried, _Added]:
+            after, added = self._round(carried, given)
+            shapes.extend(jax.eval_shape(lambda: added))
+            return after, added
+
+        def ended(carried: _Carried) -> tuple[_Carried, _Added]:
+            return carried, [[jnp.zeros(a.shape, a.dtype) for a in one] for one in shapes]
+
+        # The first branch is traced first, which shows what a round appends.
+        return jax.lax.cond(~carried[4], live, ended, carried)
 
     def _round(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
         number, arrays = given
@@ -537,7 +454,7 @@ class _Growing:
         assert explorer is not None
         places = self.growth.places
         with self.memory.holding(memory), self.trace.recording() as effects:
-            index = NumberNode(number, int, 0, self.rounds - 1)
+            index = self.source.index(number, self.rounds)
             held_by = iter(values)
             inside = [self._inside(one, held_by, index) for one in self.plan]
             for at in self.memory.given:
@@ -590,7 +507,8 @@ class _Growing:
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
         code = None if self.failures is None else self.failures.value
         kept = [value for value in after if value is not None]
-        is_last = truth(stop) if _is_traced(stop) else jnp.bool_(stop)
+        is_last = truth(stop) if is_traced(stop) else jnp.bool_(stop)
+        is_last = self.source.ends(number, is_last)
         return (kept, memory, counts, code, is_last, ran + 1), made
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:

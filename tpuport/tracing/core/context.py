@@ -235,6 +235,8 @@ class Trace:
         self.loop_samples: dict[Any, int] = {}
         # Whether there are tensors that are rows of one array (`series`).
         self.has_rows = False
+        # Whether a list has as many tensors as data says: see `dynamic_shapes.counted_rows`.
+        self.has_runs = False
         self.blocks: active.BlockTracer | None = None
         self.dispatch_mode: TorchDispatchMode | None = None
         self.function_mode: TorchFunctionMode | None = None
@@ -244,6 +246,8 @@ class Trace:
         # Whether a number or size that depends on data has come up; until then no op needs to look
         # for one.
         self.dynamic = False
+        # Whether a tensor has had a size that depends on data.
+        self.has_sizes = False
         # Whether any traced value was made a Python number.
         self.has_numbers = False
         # Whether the program has a branch on a traced value, as `lax.cond`.
@@ -410,6 +414,13 @@ class Trace:
             ident = generator._cdata  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
             if ident in self.generators:
                 return self.generators[ident].next()
+            if getattr(generator, "is_held", False):
+                raise port_error(
+                    "random numbers are drawn from a torch.Generator that the module holds, and"
+                    " that the call has not seeded",
+                    code="TPU404",
+                    remedy="pass the generator as an argument, or seed it in the call",
+                )
         if self.keys is None:
             raise port_error(
                 "a random operation ran in a program that was given no key",

@@ -78,6 +78,8 @@ class TracedTensor(backend.TorchaxTensor):
     _or_number = False
     # Which row it is of what a loop has made: see `series`.
     _row: SeriesRow | None = None
+    # What it stands for in a list of as many rows as data says: see `counted_rows`.
+    _run: Any = None
     # Whether it is state of the program or one of its arguments.
     _is_given: bool
     # Whether it is a view of a leaf that requires grad.

@@ -24,6 +24,7 @@ from tpuport.tracing.dispatch.foreach import register_foreach
 from tpuport.tracing.dispatch.inplace_ops import dispatch_write
 from tpuport.tracing.dispatch.value_checks import RULES, check_values
 from tpuport.tracing.dispatch.view_ops import as_strided, dispatch_view, inplace_view
+from tpuport.tracing.dynamic_shapes import counted_rows
 from tpuport.tracing.dynamic_shapes.dispatch import dispatch as dispatch_bounded
 from tpuport.tracing.dynamic_shapes.handlers import involved
 from tpuport.tracing.dynamic_shapes.selection import traced_mask
@@ -48,6 +49,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not trace.count_ops % OPS_APART:
             note_long()
         whole = series.joined(trace, func, args, kwargs) if trace.has_rows else None
+        if trace.has_runs and whole is None:
+            whole = counted_rows.joined(trace, func, args, kwargs)
         if whole is not None:
             return whole
     if trace is not None and not trace.checked and func._opname in CHECKED:

@@ -6,6 +6,7 @@ import torch
 
 from tpuport.tracing.dynamic_shapes import (  # noqa: F401 - they register themselves
     composed,
+    convolutions,
     creation,
     joining,
     ordering,

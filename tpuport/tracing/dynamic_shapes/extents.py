@@ -63,6 +63,9 @@ def attach(tensor: Any, extents: Extents) -> TracedTensor:
         kept[dim] = node
     if not kept:
         return tensor
+    trace = current()
+    if trace is not None:
+        trace.has_sizes = True
     if tensor._extents is None:
         tensor._extents = kept
         return tensor

@@ -3,14 +3,20 @@
 C++ would see the padded sizes of tensors whose size depends on data.
 """
 
+import functools
+import math
 from typing import Any
 
 import torch
 
+from tpuport.foundation.errors import PortError
+from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
 from tpuport.tracing.dynamic_shapes.handlers import involved
+from tpuport.tracing.dynamic_shapes.reflow import reflowed
 from tpuport.tracing.dynamic_shapes.rowwise import physical_sizes
 from tpuport.tracing.functions.registry import function, holds_traced
 
@@ -44,6 +50,16 @@ def _reshape(
     sizes = kwargs.get("shape", rest)
     if sizes and isinstance(sizes[0], (tuple, list)):
         (sizes,) = sizes
+    if _splits(source, sizes) and torch.Tensor.is_contiguous(source):
+        if not source._chain:
+            return reflowed(source, sizes)
+        # Eager has a view where the memory has no gaps, and a copy where it does.
+        made = reflowed(source.clone(memory_format=torch.contiguous_format), sizes)
+        site = user_line()
+        refusal = functools.partial(_written, site)
+        one, other = _memory_of(source), _memory_of(made)
+        trace.shared.add(one, other, None, trace.regions[-1], refusal)
+        return made
     if not any(isinstance(size, torch.SymInt) for size in sizes):
         return NotImplemented
     try:
@@ -51,6 +67,54 @@ def _reshape(
     except RuntimeError:
         source = source.clone(memory_format=torch.contiguous_format)
     return source.view(sizes)
+
+
+def _memory_of(tensor: Any) -> Any:
+    """Return the storage of a traced tensor."""
+    return tensor._storage
+
+
+def _written(site: str) -> PortError:
+    return port_error(
+        "a reshape of a tensor whose size depends on data may be a view or a copy of it, and one"
+        " of the two is written",
+        code="TPU203",
+        place=site,
+        remedy="write to a .clone() of it",
+    )
+
+
+def _splits(source: Any, sizes: Any) -> bool:
+    """Return whether a reshape splits a dim of data-dependent size, or merges it with earlier dims.
+
+    Otherwise the dims before it stay as they are, but for dims of size 1.
+    """
+    extents = extents_of(source)
+    last = max(extents)
+    lead = [size for size in torch.Tensor.size(source)[:last] if size != 1]
+    given = [size for size in sizes if not isinstance(size, int) or size != 1]
+    known = [
+        isinstance(size, int) and size == own and dim not in extents
+        for dim, (size, own) in enumerate(zip(given, lead, strict=False))
+    ]
+    if len(extents) > 1 or len(given) <= len(lead) or not all(known):
+        return len(extents) == 1
+    node, size = extents[last], given[len(lead)]
+    if isinstance(size, torch.SymInt):
+        factor = size.node.expr is not None and size.node.expr.const == 0
+        return not factor or not _is_multiple(size.node.expr, node.expr)
+    # What follows the dim stays, or merges into it.
+    rest = given[len(lead) + 1 :]
+    tail = math.prod(torch.Tensor.size(source)[last + 1 :])
+    is_tail = all(isinstance(one, int) and one > 0 for one in rest)
+    return not (is_tail and size == -1 and tail % math.prod(rest) == 0)
+
+
+def _is_multiple(expr: Any, of: Any) -> bool:
+    """Return whether a linear expression is a multiple of another one."""
+    return of is not None and any(
+        of.times(factor) == expr for factor in {f for _, f in expr.terms} | {1}
+    )
 
 
 @function(torch.Tensor.unflatten, torch.unflatten)

@@ -85,6 +85,11 @@ class CodeReads:
         self._followed.clear()
         self._reads_any = self._reads_any or bool(self._todo)
 
+    def leave_out(self, cells: Iterable[types.CellType]) -> None:
+        """Leave out variables of closures, which are known in another way."""
+        for cell in cells:
+            self.cells.pop(id(cell), None)
+
     def reads(self, attribute: str) -> bool:
         """Return whether the code may read an attribute of this name."""
         return self._reads_any or attribute in self._names

@@ -77,7 +77,9 @@ def _of(source: Any) -> _HostGenerator:
             "a numpy RandomState", lambda: source.get_state(legacy=False), source.set_state
         )
     if isinstance(source, torch.Generator):
-        return _HostGenerator("a torch.Generator", source.get_state, source.set_state)
+        # One that stands for another refuses to be asked by its own methods.
+        get, put = torch._C.Generator.get_state, torch._C.Generator.set_state
+        return _HostGenerator("a torch.Generator", lambda: get(source), lambda s: put(source, s))
     return _HostGenerator("a random.Random", source.getstate, source.setstate)
 
 

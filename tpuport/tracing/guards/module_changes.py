@@ -7,13 +7,12 @@ from typing import Any
 import torch
 
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop.device_mark import mark_of
 from tpuport.foundation.pytree.clone import Cloner
-from tpuport.foundation.user_frames import CodePlace, place_of
+from tpuport.foundation.user_frames import place_of
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import error_here
-from tpuport.tracing.guards.code_reads import content
+from tpuport.tracing.guards.linked_arguments import Links, hook_keys
 from tpuport.tracing.state.module_state import StateTree
 
 
@@ -44,48 +43,12 @@ def refuse_backward_hooks(module: torch.nn.Module) -> None:
             )
 
 
-def refuse_hooks_on_arguments(module: torch.nn.Module, arguments: Any) -> None:
-    """Refuse a hook that reaches a container among the arguments of a call by its closure.
-
-    A program has a copy of the argument, and the hook would have the caller's own.
-
-    Raises:
-        PortError: there is one below the module.
-    """
-    hooks = [
-        (name, hook, cells)
-        for name, one in module.named_modules()
-        for hook in (*one._forward_hooks.values(), *one._forward_pre_hooks.values())
-        if (cells := getattr(hook, "__closure__", None))
-    ]
-    if not hooks:
-        return
-    containers = pytree.flatten(arguments, objects=True)[1].containers.values()
-    given = {id(value) for value in containers if not isinstance(value, tuple)}
-    for name, hook, cells in hooks:
-        if any(id(content(cell)) in given for cell in cells):
-            place = CodePlace.at(hook.__code__.co_filename, hook.__code__.co_firstlineno)
-            raise PortError(
-                f"a hook of {name or type(module).__name__} holds an argument of this call, of"
-                " which a program has a copy",
-                code="TPU406",
-                file=place.file,
-                line=place.line,
-                source_line=place.source,
-                remedy="write to the argument in `forward`, or call the parts of the module by"
-                " themselves",
-            )
-
-
-def frame_of(tree: StateTree, module: torch.nn.Module) -> Any:
+def frame_of(tree: StateTree, module: torch.nn.Module, links: Links | None = None) -> Any:
     """Return everything about a module that needs another program when it changes."""
-    hooks = [
-        (name, tuple(owner._forward_hooks), tuple(owner._forward_pre_hooks))
-        for name, owner in module.named_modules()
-        if owner._forward_hooks or owner._forward_pre_hooks
-    ]
+    hooks = hook_keys(module, links)
     trained = [p.requires_grad for p in torch.nn.Module.parameters(module)]
-    return (tree.statics, tree.modules, hooks, trained, tree.set_on)
+    tied = () if links is None else links.cells
+    return (tree.statics, tree.modules, hooks, trained, tree.set_on, tied)
 
 
 def differences(before: StateTree, after: StateTree) -> Iterator[str]:

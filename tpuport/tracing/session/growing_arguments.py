@@ -40,12 +40,13 @@ def refuse_effects(
     """Refuse what a program cannot do to an argument that it has in another size.
 
     Raises:
-        PortError: The call writes to one, returns a part of it, or draws random numbers, of which
-            a tensor of another size has others.
+        PortError: The call writes to one, returns a part of it, or draws random numbers where
+            tensors have another size, of which each has others.
     """
     if lengths is None:
         return
-    if outcome.trace.generators or any(count != 0 for count in outcome.trace.draws):
+    draws = outcome.trace.generators or any(count != 0 for count in outcome.trace.draws)
+    if draws and outcome.trace.has_sizes:
         raise _refused("draws random numbers, and gets")
     parts = {one.of for one in outcome.out_aliases.values() if not one.is_same}
     for leaf, tensor in enumerate(made):

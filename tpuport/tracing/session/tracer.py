@@ -41,6 +41,7 @@ from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
+from tpuport.tracing.guards.linked_arguments import Links, linked_cells
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
@@ -62,6 +63,7 @@ from tpuport.tracing.session.program_io import (
 )
 from tpuport.tracing.session.seen_types import seen_in
 from tpuport.tracing.state import overlaps
+from tpuport.tracing.state.held_generators import hold_generators
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
@@ -115,6 +117,8 @@ class Tracer:
     fallback: Fallback | None = None
     # Passes over the FX graph of `forward`.
     passes: tuple[Pass, ...] = ()
+    # What ties the arguments of this call to the module.
+    links: Links | None = None
 
     @property
     def rolls(self) -> bool:
@@ -143,9 +147,11 @@ class Tracer:
         """Return a method of a copy of the module ("forward" goes through `__call__`), or a
         function.
         """
+        hold_generators(module)
         if name in self.functions:
             return functools.partial(self.functions[name], module)
-        return module if name == "forward" else getattr(module, name)
+        found = module if name == "forward" else getattr(module, name)
+        return found if self.links is None else self.links.around(found, module)
 
     def trace(self, request: TraceRequest) -> TraceResult:
         """Trace the program once (call inside a jax transformation, or with concrete arrays).
@@ -230,7 +236,10 @@ class Tracer:
         ]
         target = self.function if self.master is None else self.master
         name = getattr(target, "__name__", type(target).__name__)
-        return GlobalState(CodeReads(roots, ("forward", method)), name)
+        reads = CodeReads(roots, ("forward", method))
+        if self.master is not None:
+            reads.leave_out(linked_cells(self.master, self.links))
+        return GlobalState(reads, name)
 
     def plan_for(self, method: str, spec: pytree.TreeSpec) -> SpeculationLog:
         """Return what is known of calls of a method with arguments of one structure."""

@@ -78,10 +78,11 @@ _STATE = (torch.nn.Module, torch.Tensor)
 
 def _holds(whole: Any, kinds: tuple[type, ...]) -> bool:
     """Return whether an object, or one that it refers to, is an instance of `kinds`."""
-    return any(isinstance(value, kinds) for value in pytree.walk([whole], _parts))
+    return any(isinstance(value, kinds) for value in pytree.walk([whole], parts_of_hook))
 
 
-def _parts(value: Any) -> list[Any]:
+def parts_of_hook(value: Any) -> list[Any]:
+    """Return what a hook, or an object that it refers to, holds; modules and tensors are ends."""
     if isinstance(value, pytree.CALLABLES):
         return pytree.held_by_callable(value)
     if isinstance(value, (*_STATE, type, types.ModuleType)):

@@ -82,11 +82,16 @@ class Lengths:
         return count if Seen(tuple(map(tuple, sizes)), tuple(statics)) == seen else None
 
 
-def series(first: Seen, last: Seen) -> Lengths | None:
+def series(first: Seen, last: Seen, *, samples: bool = False) -> Lengths | None:
     """Return the series that two calls of one form belong to; None if not all of them grows.
 
-    What differs by a multiple of what something else differs by is linear in the same count. The
-    first dim of several is left out: it counts samples, and room for many would be computed, too.
+    What differs by a multiple of what something else differs by is linear in the same count.
+
+    Args:
+        first: A call.
+        last: Another one.
+        samples: Whether the first dim of several may differ, and calls may get shorter. It
+            counts samples, and room for many would be computed, too.
     """
     sizes: list[tuple[tuple[int, int], int]] = []
     for leaf, (was, now) in enumerate(zip(first.sizes, last.sizes, strict=True)):
@@ -99,9 +104,11 @@ def series(first: Seen, last: Seen) -> Lengths | None:
             if type(old) is not int or type(new) is not int:
                 return None
             numbers.append((place, new - old))
-    if any(dim == 0 and len(last.sizes[leaf]) > 1 for (leaf, dim), _ in sizes):
+    if not samples and any(dim == 0 and len(last.sizes[leaf]) > 1 for (leaf, dim), _ in sizes):
         return None
     every = [step for _, step in [*sizes, *numbers]]
+    if every and max(every) < 0 and (samples or not sizes):
+        return series(last, first, samples=samples)
     if not every or min(every) < 1:
         return None
     unit = math.gcd(*every)

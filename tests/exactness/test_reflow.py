@@ -1,0 +1,88 @@
+"""Reshapes that split sizes which depend on data, or merge them with dims before."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
+
+
+def rows(*counts: int) -> torch.Tensor:
+    """Return samples of which so many rows each begin with a positive number, among others."""
+    made = normal(len(counts), 6, 4, seed=sum(counts))
+    made[..., 0] = made[..., 0].abs()
+    for sample, count in enumerate(counts):
+        made[
+            sample, torch.randperm(6, generator=torch.Generator().manual_seed(sample))[count:], 0
+        ] *= -1
+    return made
+
+
+class Shuffled(nn.Module):
+    """As masked autoencoders do: rows are dropped, transformed, and put among mask tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.token = nn.Linear(4, 4), nn.Parameter(torch.randn(1, 1, 4))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        is_kept = x[..., 0] > 0
+        seen = x[is_kept.nonzero(as_tuple=True)].reshape(len(x), -1, 4)
+        y = torch.softmax(seen @ seen.transpose(1, 2), -1) @ self.lin(seen)
+        whole = self.token.repeat(len(x), x.shape[1], 1)
+        whole[is_kept.nonzero(as_tuple=True)] = y.reshape(y.shape[0] * y.shape[1], y.shape[2])
+        return whole, y.mean(1)
+
+
+class Merged(Shuffled):
+    """Lengths merge with the batch, and split again."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.lin(x[:, x[0, :, 0] > 0])
+        flat = y.reshape(-1, 4)
+        back = flat.reshape(2, y.shape[1], 2, 2)
+        return flat.cumsum(0).mean(0), (back * 2).sum((0, 1)), y.reshape(-1).sum()
+
+
+class Written(Shuffled):
+    """A write to the reshaped tensor reaches the one that it is a view of."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = x[(x[..., 0] > 0).nonzero(as_tuple=True)] * 2
+        y.reshape(2, -1, 4)[:, 0] += 1  # it is a view
+        turned = y.t().reshape(2, 2, -1)
+        turned.mul_(3)
+        return y.sum(0), turned.sum(-1)
+
+
+@pytest.mark.parametrize("kind", [Shuffled, Merged, Written])
+def test_a_reshape_of_a_size_that_depends_on_data(kind: type[nn.Module]) -> None:
+    calls = tuple((rows(n, n),) for n in (3, 6, 1, 4))
+    ported = check_calls(Scenario("reflow", kind, calls), by_tpuport)
+    assert not ported.report.retraces
+    check_gradients(Scenario("reflow", kind, calls[:1]), by_tpuport)
+
+
+def test_rows_that_do_not_fit_raise_as_in_eager() -> None:
+    ported = tpuport.convert(Shuffled(), verify=False)
+    ported(rows(2, 2))
+    with pytest.raises(RuntimeError, match="invalid"):
+        ported(rows(2, 3))
+
+
+class Gaps(Shuffled):
+    """A part of a longer tensor is reshaped, which is a copy, and written."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        part = (x * 2)[:, : (x[0, :, 0] > 0).sum()]
+        part.reshape(-1, 4).add_(1)
+        return part.sum(1)
+
+
+def test_a_write_to_what_may_be_a_view_is_refused() -> None:
+    ported = tpuport.convert(Gaps())
+    with pytest.raises(tpuport.PortError):
+        ported(rows(2, 2))
