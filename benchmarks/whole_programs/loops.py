@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 from benchmarks.whole_programs.programs import HOSTILE, Call, Node, Program
-from tpuport.tracing.control_flow import growing_loop
+from tpuport.tracing.control_flow import loop_sources
 from tpuport.tracing.core import loop_sites
 from tpuport.tracing.dispatch import dispatch
 
@@ -229,5 +229,5 @@ def rolled(*, short: bool = True) -> Iterator[None]:
         if short:
             stack.enter_context(mock.patch.object(loop_sites, "_SAMPLES", 1))
             stack.enter_context(mock.patch.object(dispatch, "OPS_APART", 1))
-            stack.enter_context(mock.patch.object(growing_loop, "_MANY_ROUNDS", 4))
+            stack.enter_context(mock.patch.object(loop_sources, "_MANY_ROUNDS", 4))
         yield

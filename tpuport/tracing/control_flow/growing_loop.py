@@ -10,6 +10,7 @@ Python, round by round.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -25,18 +26,26 @@ from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
-from tpuport.tracing.control_flow.loop_items import ItemsWatch, Series, series_of
+from tpuport.tracing.control_flow.loop_items import series_of
+from tpuport.tracing.control_flow.loop_sources import (
+    ItemsSource,
+    LoopSource,
+    RangeSource,
+    WhileSource,
+    is_traced_value,
+)
 from tpuport.tracing.control_flow.merge import Decisions, branch_leaf, leaf_value
 from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.active import Decider
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.speculation import RestartTrace
-from tpuport.tracing.core.storage import SERIALS
+from tpuport.tracing.core.storage import SERIALS, Flow
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.core.transforms import transforming
@@ -52,12 +61,11 @@ from tpuport.tracing.dynamic_shapes.extents import (
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
 _SEEN_ROUNDS = 2
-# Of fewer rounds, each is compiled by itself unless it makes a tensor longer: it is faster.
-_MANY_ROUNDS = 32
 _MOST_ROUNDS = 1 << 16
 # What `reversed(range(n))` is; nobody has taken a number from it.
 _REVERSED = type(reversed(range(1)))
 _CANNOT = "the loop cannot be one program: "
+_FAILURES = (PortError, RuntimeError, TypeError, ValueError, IndexError)
 
 # Values, those of the memory that its rounds write to, draws, the failed check, whether the loop
 # has ended, and its rounds.
@@ -70,142 +78,17 @@ _Given = tuple[jax.Array, list[jax.Array]]
 _Added = list[list[jax.Array]]
 
 
-class _Range:
-    """`for number in numbers: operands = body(number, *operands)`.
-
-    If it `stops`, the body returns before the operands whether the loop ends after this round.
-    """
-
-    def __init__(self, numbers: range, body: Callable[..., Any], *, stops: bool) -> None:
-        self.numbers, self.body, self.stops = numbers, body, stops
-        self.functions, self.key = [body], numbers
-
-    @property
-    def is_long(self) -> bool:
-        """Return whether it has so many rounds that it is one program in any case."""
-        return len(self.numbers) >= _MANY_ROUNDS
-
-    def is_over(self, number: int, operands: Any) -> Any:
-        """Return whether the loop has ended before a round."""
-        del operands
-        return number >= len(self.numbers)
-
-    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round; return whether the loop ends after it, and the operands."""
-        return self.run(self.numbers[number], operands)
-
-    def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run the round with this number, which may be traced."""
-        made = tuple(self.body(number, *operands))
-        return (made[0], made[1:]) if self.stops else (False, made)
-
-    def first(self, number: int) -> Any:
-        """Return what a round before those that are alike gets."""
-        return self.numbers[number]
-
-    def arrays(self, peel: int) -> list[jax.Array]:
-        """Return what the scan goes over besides the numbers of the rounds that are alike."""
-        del peel
-        return []
-
-    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
-        """Return what a round gets, which is counted from those that are alike."""
-        del arrays
-        start = self.numbers.start + peel * self.numbers.step
-        return sym_numbers.from_node(along(index, start, self.numbers.step))
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-
-
-class _Items(_Range):
-    """`for item in series: operands = body(item, *operands)`."""
-
-    def __init__(
-        self, items: Any, series: Series, body: Callable[..., Any], *, stops: bool
-    ) -> None:
-        super().__init__(range(series.count), body, stops=stops)
-        self.items = items
-        self.series, self.key, self.watch = series, series.key, ItemsWatch(series)
-        self._made: list[Any] | None = None
-
-    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round; return whether the loop ends after it, and the operands."""
-        if self._made is None:
-            self._made = list(self.items)
-        return self.run(self._made[number], operands)
-
-    def first(self, number: int) -> Any:
-        """Return what a round before those that are alike gets."""
-        return self.series.first(number)
-
-    def arrays(self, peel: int) -> list[jax.Array]:
-        """Return what the scan goes over besides the numbers of the rounds that are alike."""
-        return self.series.arrays(slice(peel, len(self.numbers)))
-
-    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
-        """Return what a round gets, which is counted from those that are alike."""
-        return self.series.item(peel, index, iter(arrays), self.watch.refuse)
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-        self.watch.check()
-
-
-class _While:
-    """`while test(*operands): operands = body(*operands)`, where Python knows what `test` says."""
-
-    stops = is_long = False
-
-    def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
-        self.test, self.body = test, body
-        self.functions, self.key = [test, body], None
-
-    def is_over(self, number: int, operands: Any) -> Any:
-        """Return whether the loop has ended before a round."""
-        del number
-        again = self.test(*operands)
-        return again if _is_traced(again) else not again
-
-    def round(self, number: int, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round; return that the loop does not end after it, and the operands."""
-        return self.run(number, operands)
-
-    def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Run a round."""
-        del number
-        return False, tuple(self.body(*operands))
-
-    def first(self, number: int) -> Any:
-        """Return nothing: the body takes no item."""
-        del number
-
-    def arrays(self, peel: int) -> list[jax.Array]:
-        """Return nothing: the scan goes over numbers only."""
-        del peel
-        return []
-
-    def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
-        """Return nothing: the body takes no item."""
-        del peel, index, arrays
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-
-
-_Source = _Range | _While
-
-
 class _Uncarried(Exception):
     """A round writes to memory from before the loop that the loop does not carry yet."""
 
 
-def _is_traced(value: Any) -> bool:
-    return isinstance(value, (TracedTensor, *sym_numbers.SYMBOLIC))
-
-
 def traced_range(
-    numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool = False
+    numbers: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for number in numbers: operands = body(number, *operands)`.
 
@@ -215,11 +98,17 @@ def traced_range(
     if isinstance(numbers, _REVERSED):
         numbers = numbers.__reduce__()[1][0]
     is_short = not isinstance(numbers, range) or len(numbers) < _FEWEST_ROUNDS
-    return _run(_Range(numbers, body, stops=stops), operands, is_short=is_short)
+    source = RangeSource(numbers, body, stops=stops, tells=tells)
+    return _run(source, operands, is_short=is_short)
 
 
 def traced_items(
-    items: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool = False
+    items: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for item in items: operands = body(item, *operands)`.
 
@@ -228,11 +117,11 @@ def traced_items(
     """
     series = series_of(items)
     if series is not None:
-        source = _Items(items, series, body, stops=stops)
+        source = ItemsSource(items, series, body, stops=stops, tells=tells)
         return _run(source, operands, is_short=series.count < _FEWEST_ROUNDS)
     if not stops and isinstance(items, TracedTensor) and 0 in extents_of(items):
         return traced_for(items, body, operands, ())
-    return looped(items, body, operands, stops=stops)
+    return looped(items, body, operands, stops=stops, tells=tells)
 
 
 def counted_while(
@@ -243,10 +132,12 @@ def counted_while(
     Raises:
         RestartTrace: what its first rounds have shown is noted for the next attempt.
     """
-    return _run(_While(test, body), operands)
+    return _run(WhileSource(test, body), operands)
 
 
-def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) -> tuple[Any, ...]:
+def _run(
+    source: LoopSource, operands: tuple[Any, ...], *, is_short: bool = False
+) -> tuple[Any, ...]:
     trace = current()
     if trace is None or trace.explorer is None or is_short or transforming():
         return _unrolled(source, operands, 0)
@@ -254,9 +145,11 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
     plan, site = trace.explorer.plan, user_line()
     key = (site, source.key, tuple(_described(leaf) for leaf in leaves))
     growth, ran = plan.loops.get(key, Growth()), 0
+    branches = site in plan.branching
+    explorer = trace.explorer if branches else None
     if growth.variables is None and not growth.why:
-        growth, operands, ran, ended = _observed(source, operands, growth.peel)
-        if not growth.why and not growth.is_longer and not source.is_long:
+        growth, operands, ran, ended = _tried(source, operands, growth.peel, explorer)
+        if not (growth.why or growth.is_longer or source.is_long or branches):
             growth = replace(growth, why="no variable grows")
         plan.loops[key] = growth
         if ended or not growth.why:
@@ -275,8 +168,8 @@ def _run(source: _Source, operands: tuple[Any, ...], *, is_short: bool = False) 
         return RestartTrace()
 
     try:
-        made, rounds = _Growing(trace, source, operands, growth, written).run()
-    except (Unread, PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        made, rounds = _Growing(trace, source, operands, growth, written, explorer).run()
+    except (Unread, *_FAILURES) as error:
         # Without its first round it may be one; otherwise it is what it was before.
         failed = Growth(growth.peel, why=_reason(error))
         plan.loops[key] = Growth(1) if growth.peel == 0 else failed
@@ -291,16 +184,16 @@ def _reason(error: Exception) -> str:
     return text.partition("\n")[0]
 
 
-def _unrolled(source: _Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
+def _unrolled(source: LoopSource, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
     while True:
         is_over = source.is_over(ran, operands)
-        if isinstance(source, _While) and _is_traced(is_over):
+        if isinstance(source, WhileSource) and is_traced_value(is_over):
             return traced_while(source.test, source.body, operands)
         if is_over:
-            return operands
+            return (*operands, False) if source.tells else operands
         stop, operands = source.round(ran, operands)
         if stop:
-            return operands
+            return (*operands, True) if source.tells else operands
         ran += 1
 
 
@@ -328,12 +221,28 @@ def _described(leaf: Any) -> Any:
     return None if isinstance(leaf, sym_numbers.SYMBOLIC) else leaf
 
 
+def _tried(
+    source: LoopSource, operands: tuple[Any, ...], peel: int, explorer: Decider | None
+) -> tuple[Growth, tuple[Any, ...], int, bool]:
+    """Return what `_observed` does, or that the branches of a round have no common result.
+
+    They are explored around the loop then, in a new trace.
+    """
+    try:
+        return _observed(source, operands, peel, explorer)
+    except _FAILURES as error:
+        if explorer is None:
+            raise
+        return Growth(peel, why=_reason(error)), operands, 0, True
+
+
 def _observed(
-    source: _Source, operands: tuple[Any, ...], peel: int
+    source: LoopSource, operands: tuple[Any, ...], peel: int, explorer: Decider | None
 ) -> tuple[Growth, tuple[Any, ...], int, bool]:
     """Run some rounds. Return how each of them changes the variables, these, and their number.
 
-    The last value says that a traced value may have ended the loop, which was left aside.
+    With an explorer, branches of a round are explored in it. The last value says that a traced
+    value may have ended the loop, which was left aside.
     """
     ran, ended, before = 0, False, _sizes(operands)
     watches: list[Surroundings] = []
@@ -341,14 +250,15 @@ def _observed(
     while not _true(source.is_over(ran, operands)):
         if ran >= peel:
             watches.append(Surroundings(source.functions, operands))
-        stop, operands = source.round(ran, operands)
+        round_ = partial(source.round, ran, operands)
+        stop, operands = _explored(explorer, round_, source, operands)
         ran += 1
         for watch in watches:
             watch.note(operands)
-        if _is_traced(stop):
+        if is_traced_value(stop):
             ended = True
         elif stop:
-            assert isinstance(source, _Range)
+            assert isinstance(source, RangeSource)
             ran = len(source.numbers)
             break
         if len(watches) >= _SEEN_ROUNDS:
@@ -361,8 +271,18 @@ def _observed(
     return replace(growth, ends=grew), operands, ran, ended
 
 
+def _explored(
+    explorer: Decider | None, round_: Callable[[], Any], source: LoopSource, operands: Any
+) -> Any:
+    """Run a round before those of the scan; with an explorer, its branches are explored in it."""
+    if explorer is None:
+        return round_()
+    held = Surroundings(source.functions, operands).held
+    return explorer.run_inside("round", round_, [operands, *held])
+
+
 def _true(value: Any) -> bool:
-    return _is_traced(value) or bool(value)
+    return is_traced_value(value) or bool(value)
 
 
 class _Growing:
@@ -371,16 +291,18 @@ class _Growing:
     def __init__(
         self,
         trace: Trace,
-        source: _Source,
+        source: LoopSource,
         operands: tuple[Any, ...],
         growth: Growth,
         written: Refusal,
+        explorer: Decider | None,
     ) -> None:
         self.trace, self.source, self.growth, self.written = trace, source, growth, written
         self.plan: list[Plain] = growth.variables or []
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
-            self.over, operands = source.run(source.first(number), operands)
+            round_ = partial(source.run, source.first(number), operands)
+            self.over, operands = _explored(explorer, round_, source, operands)
         self.outside = Surroundings(source.functions, operands)
         if not self.outside.has(growth.places):
             raise _unproved("a round changes Python values that are no variables of the loop")
@@ -394,11 +316,13 @@ class _Growing:
         self.failures = trace.error_code
         self.rounds = self._counted(source)
         self.drawn = False
+        # The variables that a round may leave as they are.
+        self.kept: set[int] = set()
         self.memory = WrittenMemory(trace, self.leaves)
 
-    def _counted(self, source: _Source) -> int:
+    def _counted(self, source: LoopSource) -> int:
         """Return how many rounds there are, but for those that ran before."""
-        if isinstance(source, _Range):
+        if isinstance(source, RangeSource):
             return len(source.numbers) - self.growth.peel
         found: list[int] = []
 
@@ -409,7 +333,7 @@ class _Growing:
                 )
                 self.outside.write(self.growth.places, held)
                 is_over = source.is_over(done, operands)
-                if _is_traced(is_over):
+                if is_traced_value(is_over):
                     raise _unproved("a traced value may end it")
                 if is_over:
                     found.append(done)
@@ -448,7 +372,7 @@ class _Growing:
         initial = [self._buffer(leaf, one) for leaf, one in self._tensors()]
         numbers = jnp.arange(self.rounds, dtype=jnp.int32)
         arrays = self.source.arrays(self.growth.peel)
-        over = truth(self.over) if _is_traced(self.over) else jnp.bool_(self.over)
+        over = truth(self.over) if is_traced_value(self.over) else jnp.bool_(self.over)
         decisions = Decisions(trace)
         while True:
             carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0))
@@ -458,25 +382,30 @@ class _Growing:
             except _Uncarried:
                 self._enter(draws, code)
                 decisions.restore()
-        final, memory, counts, code, _, ran = carried
+        final, memory, counts, code, ended, ran = carried
         self._enter(counts if self.drawn else draws, code)
         self.memory.write(memory, [one.flow for one in self.plan])
         self.source.check()
         values, rounds = iter(final), None
         if self.source.stops:
-            rounds = NumberNode(ran, int, 0 if _is_traced(self.over) else 1, self.rounds)
+            rounds = NumberNode(ran, int, 0 if is_traced_value(self.over) else 1, self.rounds)
         made = [self._after(one, values, rounds) for one in self.plan]
         for at in self.memory.given:
             made[at] = self.leaves[at]
+        self._link(made)
         operands, held = pytree.unflatten(self.spec, made)
         self.outside.write(self.growth.places, held)
         for one, arrays in zip(self.lists, added, strict=True):
             one.extend(arrays, self.rounds, self.leaves, made, self.written)
+        if self.source.tells:
+            operands = (*operands, wrap(ended, torch.bool, trace=self.trace, flow=Flow.STOPPED))
         return operands, self.rounds
 
     def _tensors(self) -> list[tuple[torch.Tensor, Plain]]:
-        pairs = zip(self.leaves, self.plan, strict=True)
-        return [(leaf, one) for leaf, one in pairs if one.dtype is not None]
+        return [(leaf, one) for leaf, one in self._pairs() if one.dtype is not None]
+
+    def _pairs(self) -> list[tuple[Any, Plain]]:
+        return list(zip(self.leaves, self.plan, strict=True))
 
     def _buffer(self, leaf: torch.Tensor, one: Plain) -> jax.Array:
         value = leaf_value(leaf)
@@ -573,7 +502,7 @@ class _Growing:
                 effects.undo()
                 raise _Uncarried
             memory = self.memory.after(inside, memory, ran > 0)
-        self._refuse_shared(found, first)
+        self._refuse_shared(found, first, inside)
 
         def is_next(value: Any, one: Plain) -> bool:
             return _is_number(value, self._at(one, index))
@@ -590,7 +519,7 @@ class _Growing:
         counts = [jnp.asarray(count, jnp.int32) for count in self.trace.draws]
         code = None if self.failures is None else self.failures.value
         kept = [value for value in after if value is not None]
-        is_last = truth(stop) if _is_traced(stop) else jnp.bool_(stop)
+        is_last = truth(stop) if is_traced_value(stop) else jnp.bool_(stop)
         return (kept, memory, counts, code, is_last, ran + 1), made
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
@@ -628,14 +557,29 @@ class _Growing:
         if effects.rebound or effects.wrote_on_host or is_more:
             raise _unproved("a round writes to what is not a variable of the loop")
 
-    def _refuse_shared(self, found: list[Any], first: int) -> None:
-        """Refuse results that share memory with another tensor."""
-        others = [leaf for at, leaf in enumerate(found) if at not in self.memory.given]
-        storages = [leaf._storage for leaf in others if isinstance(leaf, TracedTensor)]
-        serials = [storage.serial for storage in storages]
-        links = any(list(self.trace.shared.of(storage)) for storage in storages)
-        if links or len(set(serials)) < len(serials) or any(s < first for s in serials):
+    def _refuse_shared(self, found: list[Any], first: int, inside: list[Any]) -> None:
+        """Refuse results that share memory with another tensor, and note those that may be what the
+        round began with: nobody else has that.
+        """
+        begun = {leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)}
+        known = all(isinstance(v, TracedTensor) or one.dtype is None for v, one in self._pairs())
+        others = [(at, leaf) for at, leaf in enumerate(found) if at not in self.memory.given]
+        storages = {at: leaf._storage for at, leaf in others if isinstance(leaf, TracedTensor)}
+        serials = [storage.serial for storage in storages.values()]
+        links = {at: [o.serial for o, _ in self.trace.shared.of(s)] for at, s in storages.items()}
+        self.kept = {at for at, linked in links.items() if linked}
+        apart = not known or any(not begun.issuperset(linked) for linked in links.values())
+        shared = len(set(serials)) < len(serials) or any(s < first for s in serials)
+        if shared or (self.kept and apart):
             raise _unproved("a variable shares memory with another tensor")
+
+    def _link(self, made: list[Any]) -> None:
+        """Link the variables that may be what the loop began with, for later writes."""
+        before = [leaf._storage for leaf in self.leaves if isinstance(leaf, TracedTensor)]
+        for at in self.kept:
+            for storage in before:
+                own, region = made[at]._storage, self.trace.regions[-1]
+                self.trace.shared.add(own, storage, None, region, self.written)
 
 
 def _is_like(leaves: list[Any], plan: list[Plain]) -> bool:
