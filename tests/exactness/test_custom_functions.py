@@ -498,3 +498,70 @@ def test_a_backward_reads_numbers_of_the_program(how: str):
     with tpuport.porting():
         ours = _reversed("cuda", how)
     torch.testing.assert_close(ours, _reversed("cpu", how))
+
+
+class Summed(torch.autograd.Function):
+    """Sums gradients over its calls, in memory that all of them have."""
+
+    @staticmethod
+    def forward(ctx: Any, total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ctx.total.data[:] += grad
+        return None, ctx.total.clone()
+
+
+class Summing(nn.Module):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.linear, self.where, self.list = nn.Linear(3, 3), where, [torch.zeros(3)]
+        self.register_buffer("kept", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = {
+            "new": lambda: torch.zeros(3),
+            "traced": lambda: x[0] * 0,
+            "list": lambda: self.list[0],
+            "buffer": lambda: self.kept,
+        }
+        total = places[self.where]()
+        for row in self.linear(x):
+            x = x + Summed.apply(total, row)
+        return x.square()
+
+
+@pytest.mark.parametrize("where", ["new", "traced", "list", "buffer"])
+def test_a_backward_that_writes_what_other_calls_read_is_refused(where: str):
+    """Each call had a copy of its own: gradients were others without an error."""
+    ported, x = tpuport.convert(Summing(where), verify=False), normal(2, 3)
+    with pytest.raises(PortError, match="writes to a tensor from outside of it") as caught:
+        jax.grad(lambda p: ported.apply(p, ported.buffers, None, x)[0].sum())(ported.params)
+    assert caught.value.source_line == "ctx.total.data[:] += grad"
+    assert "eager=" in str(caught.value)
+
+
+class Scratch(torch.autograd.Function):
+    """Writes in its backward what nobody else has."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(2 * x)
+        return x**2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (slope,), total = ctx.saved_tensors, torch.zeros(3)
+        total += grad
+        slope.mul_(total)
+        return slope.add_(torch.ones(3).mul_(3) * grad)
+
+
+def test_a_backward_may_write_what_it_or_its_forward_made():
+    x = normal(3).requires_grad_()
+    Scratch.apply(x).sum().backward()
+    ported = tpuport.convert(Scratch.apply, verify=False)
+    found = jax.grad(lambda x: ported.apply({}, {}, None, x)[0].sum())(jnp.asarray(x.detach()))
+    np.testing.assert_allclose(found, x.grad)

@@ -460,6 +460,12 @@ class Paired(Loops):
                 break
         return h, n
 
+    def number_read_later(self, x):
+        h = x[0]
+        for i, row in enumerate(x):
+            h = h * 0.5 + row * i
+        return h + i  # pyright: ignore[reportPossiblyUnboundVariable]
+
 
 class OddlyPaired(Loops):
     """What keeps such loops as they are."""
@@ -504,12 +510,6 @@ class OddlyPaired(Loops):
         except ValueError:
             h = h * 7
         return h
-
-    def number_read_later(self, x):
-        h = x[0]
-        for i, row in enumerate(x):
-            h = h * 0.5 + row * i
-        return h + i  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def pair_appended(self, x):
         pairs = []

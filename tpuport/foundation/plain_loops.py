@@ -20,12 +20,19 @@ class Items:
 
 
 def looped(
-    items: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool
+    items: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run a loop as Python does; the arguments are those of `for_items`."""
+    ended = False
     for item in items:
         made = body(item, *operands)
         operands = made[1:] if stops else made
         if stops and made[0]:
+            ended = True
             break
-    return operands
+    return (*operands, ended) if tells else operands

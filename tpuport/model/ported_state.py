@@ -26,6 +26,7 @@ from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.sym_numbers import exact_value
+from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.guards.module_changes import put
 from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params
@@ -291,7 +292,7 @@ class PortedState:
             if isinstance(tensor, torch.nn.Parameter):
                 return parameter_like(made, tensor)
             vars(made).update(vars(tensor))
-            return made.requires_grad_(tensor.requires_grad and made.is_floating_point())
+            return made.requires_grad_(tensor.requires_grad and differentiable(made.dtype))
 
         made = clone_module(module, back)[0]
         for name in self._tracer.numbers & values.keys():

@@ -123,6 +123,7 @@ def for_range(
     operands: tuple[Any, ...],
     *,
     stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for number in numbers: operands = body(number, *operands)`.
 
@@ -133,6 +134,7 @@ def for_range(
             becomes a buffer, the body is compiled once where that is proved to be the same.
         operands: The carried values at the start.
         stops: Whether the body returns, before the carried values, whether the loop ends after it.
+        tells: Whether to return, after the carried values, whether the body has ended the loop.
 
     Returns:
         The carried values at the end.
@@ -140,8 +142,8 @@ def for_range(
     if _holds_traced(operands) or _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
-        return traced_range(numbers, body, operands, stops=stops)
-    return looped(numbers, body, operands, stops=stops)
+        return traced_range(numbers, body, operands, stops=stops, tells=tells)
+    return looped(numbers, body, operands, stops=stops, tells=tells)
 
 
 def for_items(
@@ -150,6 +152,7 @@ def for_items(
     operands: tuple[Any, ...],
     *,
     stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for item in items: operands = body(item, *operands)`.
 
@@ -160,6 +163,7 @@ def for_items(
             tuple.
         operands: The carried values at the start.
         stops: Whether the body returns, before the carried values, whether the loop ends after it.
+        tells: Whether to return, after the carried values, whether the body has ended the loop.
 
     Returns:
         The carried values at the end.
@@ -167,8 +171,8 @@ def for_items(
     if _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_items
 
-        return traced_items(items, body, operands, stops=stops)
-    return looped(items, body, operands, stops=stops)
+        return traced_items(items, body, operands, stops=stops, tells=tells)
+    return looped(items, body, operands, stops=stops, tells=tells)
 
 
 def _holds_traced(value: Any) -> bool:

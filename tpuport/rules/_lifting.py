@@ -172,4 +172,6 @@ def refuse_loop_exits(statements: Iterable[ast.stmt], context: Context) -> None:
     if found is not None:
         word = "break" if isinstance(found, ast.Break) else "continue"
         line = context.module.origin(found)
-        raise NotFixable(f"the {word} on line {line} cannot leave a nested function")
+        # `convert` makes the loop around it a function, which it then leaves by `return`.
+        reason = f"the {word} on line {line} cannot leave a nested function"
+        raise NotFixable(reason, pins=not context.is_live)

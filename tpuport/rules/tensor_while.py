@@ -9,7 +9,7 @@ from tpuport.rules._effects import changed_names, refuse_changed_operands, refus
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, end_of, is_range, refuse_loop_exits
 from tpuport.rules._rule import Example, Rule
-from tpuport.source.inference.liveness import targets
+from tpuport.source.inference.liveness import NameSet, targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
 from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.statements import loop_exits, returns, walk_scope
@@ -38,9 +38,11 @@ class TensorWhile(Rule):
     `ConcretizationTypeError`; the number of iterations is not known either.
 
     ## Fix safety
-    The fix is exact in eager PyTorch. There is none where the loop is left by `break`, `return` or
-    `continue`, where a variable that it carries may be unbound before it, or where its body writes
-    to an object that others see; `convert` carries attributes and items that a round replaces.
+    The fix is exact in eager PyTorch. There is none where a `while` is left by `break` or
+    `continue`, or a loop by `return`, where a variable that it carries may be unbound before it,
+    or where its body writes to an object that others see; `convert` carries attributes and items
+    that a round replaces.
+
     A `lax.while_loop` has no reverse-mode gradient under plain torchax. `convert` gives it one, of
     first order: the backward pass runs the rounds again.
 
@@ -236,7 +238,8 @@ def _counted_edit(node: ast.For, context: Context, function: str) -> Edit:
     # What else a round changes is seen when it runs.
     end = end_of(node, over_items=function == "for_items")
     lift = _lifted(node, context, end=end, effects=True)
-    more = () if end is None else ("stops=True",)
+    stops = any(isinstance(one, ast.Break) for one in loop_exits(node.body))
+    more = ("stops=True",) if stops else ()
     return _call_edit(node, lift, context, function, *more, end=end)
 
 
@@ -247,22 +250,32 @@ def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **opt
         NotFixable: it would behave differently in a function.
     """
     flow = context.flow(function_around(node, context))
-    if returns(node.body) or node.orelse:
-        raise NotFixable("it has an else block" if node.orelse else "its body returns")
-    exits = list(loop_exits([one for one in node.body if one is not end]))
-    refuse_loop_exits([e for e in exits if isinstance(e, ast.Break)], context)
+    if returns(node.body) or returns(node.orelse):
+        raise NotFixable("it returns")
+    if "merges" in options:  # a call of `for_each` does not end, nor does it return its row
+        if node.orelse:
+            raise NotFixable("it has an else block")
+        exits = list(loop_exits(node.body))
+        refuse_loop_exits([e for e in exits if isinstance(e, ast.Break)], context)
     refuse_effects([node.iter] if end is None else [node.iter, end.test], context)
     if node not in flow.before:
         raise NotFixable("it is never reached")
     given = targets(node.target)
-    after = flow.after[node] | flow.after[node.body[-1]]
-    if read := given & after:
+    after = _read_later(node, context)
+    if (read := given & after) and "merges" in options:
         raise NotFixable(f"{min(read)} is read after the loop")
     lift = Lift(node, [node.body], context, after=after, given=given, **options)
     for name in lift.outputs:
         if name not in lift.bound_before:
             raise NotFixable(f"{name} may be unbound before the loop")
     return lift
+
+
+def _read_later(node: ast.For, context: Context) -> NameSet:
+    """Return the names read after a round: by later ones, an else block and what follows."""
+    flow = context.flow(function_around(node, context))
+    later = flow.after[node] | flow.after[node.body[-1]]
+    return later | flow.live_into(node.orelse, flow.after[node]) if node.orelse else later
 
 
 def _call_edit(
@@ -275,14 +288,21 @@ def _call_edit(
 ) -> Edit:
     """Return the edit that makes the body of a loop a function, and calls one of `ops` with it.
 
-    With an `end`, the function returns before the rest whether the loop ends.
+    If it `stops`, the function returns before the rest whether the loop ends: by its last
+    statement, an `end`, or by others.
     """
-    state = as_tuple(lift.outputs)
     layout, expressions = Layout(node, context), Expressions(context)
-    result = f"return {state}" if end is None else f"return {as_tuple(['False', *lift.outputs])}"
-    body = [one for one in node.body if one is not end]
-    layout.replaced = dict.fromkeys(loop_exits(body), result)
-    is_name = isinstance(node.target, ast.Name)
+    targets_read: list[str] = []
+    if function != "for_each":
+        later = targets(node.target) & _read_later(node, context)
+        targets_read = sorted(later - set(lift.outputs))
+    outputs = [*lift.outputs, *targets_read]
+    state = as_tuple(outputs)
+    going, ended = (f"return {as_tuple([one, *outputs])}" for one in ("False", "True"))
+    result = going if "stops=True" in more else f"return {state}"
+    exits = loop_exits([one for one in node.body if one is not end])
+    layout.replaced = {one: ended if isinstance(one, ast.Break) else result for one in exits}
+    is_name = isinstance(node.target, ast.Name) and node.target.id not in outputs
     row = ast.unparse(node.target) if is_name else context.module.fresh_name(node, "row")
     unpacked = None if is_name else layout.line(f"{ast.unparse(node.target)} = {row}", layout.inner)
     name = context.module.fresh_name(node, "loop_body")
@@ -291,16 +311,26 @@ def _call_edit(
         layout.dropped.add(end)
         with expressions.moving(end.test):
             test = expressions.truth(end.test)
-        outputs = ", ".join(lift.outputs)
-        last = layout.line("return (", layout.inner) + test + f", {outputs})"
-    parameters = [row, *lift.outputs]
+        last = layout.line("return (", layout.inner) + test + f", {', '.join(outputs)})"
+    parameters = [row, *outputs]
     made = layout.function(name, parameters, unpacked, layout.body().at(layout.inner), last)
-    bound = f"{state} = " if lift.outputs else ""
+    results = list(outputs)
+    after: list[Passage] = []
+    if node.orelse:
+        results.append(context.module.fresh_name(node, "ended"))
+        more = (*more, "tells=True")
+        test = layout.line(f"if not {results[-1]}:")
+        layout.replaced = {}  # those are in the body
+        block = layout.orelse(nested=False).at(layout.inner)
+        after = [test, *([] if block is None else [block])]
+    bound = f"{as_tuple(results)} = " if results else ""
+    # A range without numbers leaves the loop's own name as it was.
+    begun = [n if n in lift.bound_before or n not in targets_read else "None" for n in outputs]
     is_apart = function == "for_items"
     over = _items(node.iter, expressions) if is_apart else _range(node.iter, expressions)
-    arguments = [over, name, state, *more]
+    arguments = [over, name, as_tuple(begun) if begun else state, *more]
     call = layout.call(bound, f"{OPS}.{function}", arguments)
-    return layout.edit([made, call], expressions, gap=True)
+    return layout.edit([made, call, *after], expressions, gap=True)
 
 
 # Methods of tensors that give views of all their parts.

@@ -59,9 +59,16 @@ def from_torch(
             f"the {type(optimizer).__name__} has taken steps already. What to do: make it anew, and"
             " load its state into the training state"
         )
+    name = type(optimizer).__name__
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    if name != "SGD" and any(torch.is_complex(p) for p in given):
+        raise UsageError(
+            f"torch's {name} takes the two parts of a complex parameter as two numbers, and optax's"
+            " does not. What to do: keep the parameter as real numbers (torch.view_as_complex where"
+            " it is used), or train with SGD"
+        )
     read = _read(optimizer, scheduler, steps)
     group_of = _groups_of(ported, optimizer)
-    name = type(optimizer).__name__
     transforms: dict[Any, Any] = {_NOWHERE: optax.set_to_zero()}
     for index, (group, varying) in enumerate(zip(optimizer.param_groups, read, strict=True)):
         # A scheduler adds entries of its own to a group, such as initial_lr.

@@ -15,7 +15,7 @@ from tpuport.model.ported_model import PortedModel
 from tpuport.model.pure import traced
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
-from tpuport.tracing.core.gradient_paths import value_and_grad
+from tpuport.tracing.core.gradient_paths import as_torch, value_and_grad
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 from tpuport.training.first_call_state import settle
 from tpuport.training.losses import WEIGHT, loss_and_metrics
@@ -187,7 +187,11 @@ def _gradients(training: Training, state: TrainState, batch: Batch, carried: dic
         return measured(training, frozen, batch, params, buffers, key, values)
 
     key = training.key_of_step(state)
-    differentiate = value_and_grad(of)
+
+    def differentiate(*given: Any) -> Any:
+        value, grads, has_gradient = value_and_grad(of)(*given)
+        return value, as_torch(grads), has_gradient
+
     before = {**state.buffers, **carried}
     if training.accumulate > 1:
         given = replace(state, buffers=before)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,7 +75,7 @@ def differentiable(
             outs, left, *rest = pure({**state, **part}, key, merged)
             # Python numbers among the outputs have no gradient.
             floats = [
-                _is_float(out) and not isinstance(meta, type)
+                _has_gradient(out) and not isinstance(meta, type)
                 for out, meta in zip(outs, outcome().out_metas, strict=True)
             ]
             flows = [out for out, one in zip(outs, floats, strict=True) if one]
@@ -115,14 +115,14 @@ def _flowing(state: dict[str, Any], outcome: TraceResult) -> tuple[str, ...]:
     return tuple(
         name
         for name in sorted(outcome.bound & metas.keys())
-        if metas[name].requires_grad and _is_float(state[name])
+        if metas[name].requires_grad and _has_gradient(state[name])
     )
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Reached:
-    """The inputs that each floating output gives a gradient; the others have None, as in torch.
+    """The inputs that each output gives a gradient; the others have None, as in torch.
 
     Attributes:
         paths: for each output, the inputs that it depends on.
@@ -141,8 +141,8 @@ class Reached:
         return found.tolist()
 
 
-def _is_float(value: Any) -> bool:
-    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
+def _has_gradient(value: Any) -> bool:
+    return hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.inexact)
 
 
 def _refuse_lost_gradients(results: Any, labels: Callable[..., dict[str, Any]]) -> None:
@@ -179,16 +179,26 @@ class _NoCotangent:
     shape: tuple[int, ...]
     dtype: Any
 
+    def conj(self) -> "_NoCotangent":
+        """Return itself."""
+        return self
+
 
 @jax.jit
 def _pull(pull: Any, cotangents: list[Any]) -> Any:
-    """Run a backward pass.
+    """Run a backward pass, and return its cotangents of what was differentiated.
 
     The function that `jax.vjp` returns is a pytree, so one jit serves all programs.
     """
     avals = [core.ShapedArray(c.shape, c.dtype) for c in cotangents]
-    pairs = zip(cotangents, avals, strict=True)
-    return pull([ad.Zero(a) if isinstance(c, _NoCotangent) else c for c, a in pairs])
+    pairs = zip(_conjugate(cotangents), avals, strict=True)
+    given = [ad.Zero(a) if isinstance(c, _NoCotangent) else c for c, a in pairs]
+    return _conjugate(pull(given)[0])
+
+
+def _conjugate(cotangents: Iterable[Any]) -> list[Any]:
+    """Turn torch's gradients into jax's, or back: those of complex numbers are conjugates."""
+    return [c.conj() if jnp.issubdtype(c.dtype, jnp.complexfloating) else c for c in cotangents]
 
 
 def _backward(compiled: CachedProgram, wanted: Wanted, given: Any, inputs: list[Any]) -> list[Any]:
@@ -200,7 +210,7 @@ def _backward(compiled: CachedProgram, wanted: Wanted, given: Any, inputs: list[
         merged[index] = value
     state = tuple(map(part.get, compiled.names, state))
     _, pull, *_ = compiled.run(state, key, merged)
-    return pull(cotangents)[0]
+    return _conjugate(pull(_conjugate(cotangents))[0])
 
 
 class _Derivative:
@@ -226,7 +236,8 @@ class _Derivative:
         return _Derivative(lambda given, both: self._pulled(given, *_parted(both, self._count)))
 
     def _pulled(self, given: Any, inputs: list[Any], cotangents: list[Any]) -> list[jax.Array]:
-        return jax.vjp(functools.partial(self._function, given), inputs)[1](cotangents)[0]
+        pull = jax.vjp(functools.partial(self._function, given), inputs)[1]
+        return _conjugate(pull(_conjugate(cotangents))[0])
 
     def __call__(
         self, given: Any, inputs: list[Any], cotangents: Sequence[torch.Tensor | None]
@@ -304,7 +315,7 @@ class DifferentiatedCall:
 
     def pulled_back(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:
         """Run backward: map cotangents of the outputs to those of the state and the arguments."""
-        return _pull(self.pull, self._cotangents(gradients, _NoCotangent))[0]
+        return _pull(self.pull, self._cotangents(gradients, _NoCotangent))
 
     def second_order(
         self, gradients: Sequence[torch.Tensor | None]

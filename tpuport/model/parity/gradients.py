@@ -16,8 +16,9 @@ from tpuport.model.parity.same_numbers import DrewInBackward
 from tpuport.model.parity.structure import Pair, comparable
 from tpuport.model.parity.verify import Reference
 from tpuport.reports.records import Kind
-from tpuport.tracing.core.gradient_paths import value_and_grad
+from tpuport.tracing.core.gradient_paths import as_torch, value_and_grad
 from tpuport.tracing.core.reentrancy import comparing_gradients
+from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.scan_layers import stacked_params
 
 
@@ -30,24 +31,32 @@ def projection(shape: Sequence[int], index: int) -> np.ndarray:
 def projected(out: Any) -> list[torch.Tensor]:
     """Return a weighted sum for each result that has a graph."""
     return [
-        (leaf * torch.from_numpy(projection(leaf.shape, i)).to(leaf.dtype)).sum()
+        (_real(leaf) * torch.from_numpy(projection(leaf.shape, i)).to(leaf.dtype.to_real())).sum()
         for i, leaf in enumerate(pytree.flatten(out)[0])
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.is_floating_point()
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad and differentiable(leaf.dtype)
     ]
 
 
+def _real(value: Any) -> Any:
+    """Return a complex value's parts added up, with factors that tell them apart."""
+    is_tensor = isinstance(value, torch.Tensor)
+    is_complex = value.is_complex() if is_tensor else jnp.iscomplexobj(value)
+    return value.real + 0.5 * value.imag if is_complex else value
+
+
 def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
-    """Return what eager raises for the gradient of each floating result, by its number.
+    """Return what eager raises for the gradient of each result that may have one, by its number.
 
     An example is a value that was written in place after an operation kept it for backward.
     """
     leaves = [leaf for leaf in pytree.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
     trained = [p for p in torch.nn.Module.parameters(module) if p.requires_grad]
     found: dict[int, RuntimeError] = {}
-    for index, leaf in enumerate(leaf for leaf in leaves if leaf.is_floating_point()):
+    for index, leaf in enumerate(leaf for leaf in leaves if differentiable(leaf.dtype)):
         if leaf.requires_grad:
             try:
-                torch.autograd.grad(leaf.sum(), trained, retain_graph=True, allow_unused=True)
+                total = _real(leaf).sum()
+                torch.autograd.grad(total, trained, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 found[index] = error
     return found
@@ -110,7 +119,7 @@ def of_port(
             params, rest, call.key, *call.args, method=call.method, **call.kwargs
         )
         leaves = enumerate(pytree.flatten(result, leaf=comparable)[0])
-        floats = ((i, leaf) for i, leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+        floats = ((i, _real(v)) for i, v in leaves if jnp.issubdtype(v.dtype, jnp.inexact))
         sums = (jnp.sum(v * projection(v.shape, i).astype(v.dtype)) for i, v in floats)
         return sum(sums, jnp.zeros(())), None
 
@@ -128,7 +137,7 @@ def by_parameter(made: Any, has_gradient: Any) -> tuple[dict[str, jax.Array | No
         {name for stack in made if test(stack) for name in _members(stack)}
         for test in (lambda n: bool(has_gradient[n]), has_gradient.unsure.__contains__)
     )
-    found = stacked_params.unstack(made).items()
+    found = as_torch(stacked_params.unstack(made)).items()
     return {name: value if name in reached else None for name, value in found}, unsure
 
 

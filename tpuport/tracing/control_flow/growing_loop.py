@@ -10,6 +10,7 @@ Python, round by round.
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from tpuport.foundation.plain_loops import Items, looped
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.first_rounds import FAILURES, explored, reason, tried
 from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
 from tpuport.tracing.control_flow.loop_items import series_of
@@ -39,12 +41,13 @@ from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.active import Decider
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.speculation import RestartTrace
-from tpuport.tracing.core.storage import SERIALS
+from tpuport.tracing.core.storage import SERIALS, Flow
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.core.transforms import transforming
@@ -59,7 +62,6 @@ from tpuport.tracing.dynamic_shapes.extents import (
 
 # Of fewer rounds each is compiled by itself.
 _FEWEST_ROUNDS = 4
-_SEEN_ROUNDS = 2
 _MOST_ROUNDS = 1 << 16
 # What `reversed(range(n))` is; nobody has taken a number from it.
 _REVERSED = type(reversed(range(1)))
@@ -81,7 +83,12 @@ class _Uncarried(Exception):
 
 
 def traced_range(
-    numbers: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool = False
+    numbers: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for number in numbers: operands = body(number, *operands)`.
 
@@ -90,16 +97,24 @@ def traced_range(
     """
     if type(numbers) is Items:
         if numbers.function is range and any(map(is_traced, numbers.given)):
+            if tells:
+                raise _no_count("it has an `else`")
             return _run(CountedSource(numbers.given, body, stops=stops), operands)
         numbers = numbers.made()
     if isinstance(numbers, _REVERSED):
         numbers = numbers.__reduce__()[1][0]
     is_short = not isinstance(numbers, range) or len(numbers) < _FEWEST_ROUNDS
-    return _run(RangeSource(numbers, body, stops=stops), operands, is_short=is_short)
+    source = RangeSource(numbers, body, stops=stops, tells=tells)
+    return _run(source, operands, is_short=is_short)
 
 
 def traced_items(
-    items: Any, body: Callable[..., Any], operands: tuple[Any, ...], *, stops: bool = False
+    items: Any,
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `for item in items: operands = body(item, *operands)`.
 
@@ -108,11 +123,11 @@ def traced_items(
     """
     series = series_of(items)
     if series is not None:
-        source = ItemsSource(items, series, body, stops=stops)
+        source = ItemsSource(items, series, body, stops=stops, tells=tells)
         return _run(source, operands, is_short=series.count < _FEWEST_ROUNDS)
     if not stops and isinstance(items, TracedTensor) and 0 in extents_of(items):
         return traced_for(items, body, operands, ())
-    return looped(items, body, operands, stops=stops)
+    return looped(items, body, operands, stops=stops, tells=tells)
 
 
 def counted_while(
@@ -137,9 +152,11 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
     plan, site = trace.explorer.plan, user_line()
     key = (site, source.key, tuple(_described(leaf) for leaf in leaves))
     growth, ran = plan.loops.get(key, Growth()), 0
+    branches = site in plan.branching
+    explorer = trace.explorer if branches else None
     if growth.variables is None and not growth.why:
-        growth, operands, ran, ended = _observed(source, operands, growth.peel)
-        if not growth.why and not growth.is_longer and not source.is_long:
+        growth, operands, ran, ended = tried(source, operands, growth.peel, explorer)
+        if not (growth.why or growth.is_longer or source.is_long or branches):
             growth = replace(growth, why="no variable grows")
         plan.loops[key] = growth
         if ended or not growth.why:
@@ -155,10 +172,10 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
         return RestartTrace()
 
     try:
-        made, rounds = _Growing(trace, source, operands, growth, written).run()
-    except (Unread, PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
+        made, rounds = _Growing(trace, source, operands, growth, written, explorer).run()
+    except (Unread, *FAILURES) as error:
         # Without its first round it may be one; otherwise it is what it was before.
-        failed = Growth(growth.peel, why=_reason(error))
+        failed = Growth(growth.peel, why=reason(error))
         plan.loops[key] = Growth(1) if growth.peel == 0 and not is_counted else failed
         raise RestartTrace() from error
     grows = ", with growing tensors" if growth.is_longer else ""
@@ -176,21 +193,16 @@ def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> No
         raise _no_ends(growth.why, site)
 
 
-def _reason(error: Exception) -> str:
-    text = error.message if isinstance(error, PortError) else str(error)
-    return text.partition("\n")[0]
-
-
 def _unrolled(source: Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
     while True:
         is_over = source.is_over(ran, operands)
         if isinstance(source, WhileSource) and is_traced(is_over):
             return traced_while(source.test, source.body, operands)
         if is_over:
-            return operands
+            return (*operands, False) if source.tells else operands
         stop, operands = source.round(ran, operands)
         if stop:
-            return operands
+            return (*operands, True) if source.tells else operands
         ran += 1
 
 
@@ -218,53 +230,10 @@ def _no_count(why: str, site: str | None = None) -> PortError:
     )
 
 
-def _sizes(operands: Any) -> list[Any]:
-    """Return the sizes of the tensors among the operands."""
-    leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
-    return [tuple(torch.Tensor.size(leaf)) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-
-
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return (tuple(torch.Tensor.size(leaf)), leaf.dtype)
     return None if isinstance(leaf, sym_numbers.SYMBOLIC) else leaf
-
-
-def _observed(
-    source: Source, operands: tuple[Any, ...], peel: int
-) -> tuple[Growth, tuple[Any, ...], int, bool]:
-    """Run some rounds. Return how each of them changes the variables, these, and their number.
-
-    The last value says that a traced value may have ended the loop, which was left aside.
-    """
-    ran, ended, before = 0, False, _sizes(operands)
-    watches: list[Surroundings] = []
-    growth = Growth(peel, why="it has few rounds")
-    while not _true(source.is_over(ran, operands)):
-        if ran >= peel:
-            watches.append(Surroundings(source.functions, operands))
-        stop, operands = source.round(ran, operands)
-        ran += 1
-        for watch in watches:
-            watch.note(operands)
-        if is_traced(stop):
-            ended = True
-        elif stop:
-            assert isinstance(source, RangeSource)
-            ran = len(source.numbers)
-            break
-        if len(watches) >= _SEEN_ROUNDS:
-            found = watches[-_SEEN_ROUNDS].growth(ran - _SEEN_ROUNDS)
-            if not found.why or len(watches) == _SEEN_ROUNDS:
-                growth = found
-            if not found.why or ran == _SEEN_ROUNDS + 1:
-                break
-    grew = ended and before != _sizes(operands)
-    return replace(growth, ends=grew), operands, ran, ended
-
-
-def _true(value: Any) -> bool:
-    return is_traced(value) or bool(value)
 
 
 class _Growing:
@@ -277,12 +246,14 @@ class _Growing:
         operands: tuple[Any, ...],
         growth: Growth,
         written: Refusal,
+        explorer: Decider | None,
     ) -> None:
         self.trace, self.source, self.growth, self.written = trace, source, growth, written
         self.plan: list[Plain] = growth.variables or []
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
-            self.over, operands = source.run(source.first(number), operands)
+            round_ = partial(source.run, source.first(number), operands)
+            self.over, operands = explored(explorer, round_, source, operands)
         self.outside = Surroundings(source.functions, operands)
         if not self.outside.has(growth.places):
             raise _unproved("a round changes Python values that are no variables of the loop")
@@ -298,6 +269,8 @@ class _Growing:
         self.failures = trace.error_code
         self.rounds = self._counted(source)
         self.drawn = False
+        # The variables that a round may leave as they are.
+        self.kept: set[int] = set()
         self.memory = WrittenMemory(trace, self.leaves)
 
     def _counted(self, source: Source) -> int:
@@ -363,7 +336,7 @@ class _Growing:
             except _Uncarried:
                 self._enter(draws, code)
                 decisions.restore()
-        final, memory, counts, code, _, ran = carried
+        final, memory, counts, code, ended, ran = carried
         self._enter(counts if self.drawn else draws, code)
         self.memory.write(memory, [one.flow for one in self.plan])
         self.source.check()
@@ -374,6 +347,7 @@ class _Growing:
         made = [self._after(one, values, rounds) for one in self.plan]
         for at in self.memory.given:
             made[at] = self.leaves[at]
+        self._link(made)
         operands, held = pytree.unflatten(self.spec, made)
         self.outside.write(self.growth.places, held)
         for one, arrays in zip(self.lists, added, strict=True):
@@ -381,11 +355,15 @@ class _Growing:
                 one.extend(arrays, self.rounds, self.leaves, made, self.written)
             else:
                 one.hold(arrays, rounds, (self.leaves, made))
+        if self.source.tells:
+            operands = (*operands, wrap(ended, torch.bool, trace=self.trace, flow=Flow.STOPPED))
         return operands, self.rounds
 
     def _tensors(self) -> list[tuple[torch.Tensor, Plain]]:
-        pairs = zip(self.leaves, self.plan, strict=True)
-        return [(leaf, one) for leaf, one in pairs if one.dtype is not None]
+        return [(leaf, one) for leaf, one in self._pairs() if one.dtype is not None]
+
+    def _pairs(self) -> list[tuple[Any, Plain]]:
+        return list(zip(self.leaves, self.plan, strict=True))
 
     def _buffer(self, leaf: torch.Tensor, one: Plain) -> jax.Array:
         value = leaf_value(leaf)
@@ -490,7 +468,7 @@ class _Growing:
                 effects.undo()
                 raise _Uncarried
             memory = self.memory.after(inside, memory, ran > 0)
-        self._refuse_shared(found, first)
+        self._refuse_shared(found, first, inside)
 
         def is_next(value: Any, one: Plain) -> bool:
             return _is_number(value, self._at(one, index))
@@ -546,14 +524,29 @@ class _Growing:
         if effects.rebound or effects.wrote_on_host or is_more:
             raise _unproved("a round writes to what is not a variable of the loop")
 
-    def _refuse_shared(self, found: list[Any], first: int) -> None:
-        """Refuse results that share memory with another tensor."""
-        others = [leaf for at, leaf in enumerate(found) if at not in self.memory.given]
-        storages = [leaf._storage for leaf in others if isinstance(leaf, TracedTensor)]
-        serials = [storage.serial for storage in storages]
-        links = any(list(self.trace.shared.of(storage)) for storage in storages)
-        if links or len(set(serials)) < len(serials) or any(s < first for s in serials):
+    def _refuse_shared(self, found: list[Any], first: int, inside: list[Any]) -> None:
+        """Refuse results that share memory with another tensor, and note those that may be what the
+        round began with: nobody else has that.
+        """
+        begun = {leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)}
+        known = all(isinstance(v, TracedTensor) or one.dtype is None for v, one in self._pairs())
+        others = [(at, leaf) for at, leaf in enumerate(found) if at not in self.memory.given]
+        storages = {at: leaf._storage for at, leaf in others if isinstance(leaf, TracedTensor)}
+        serials = [storage.serial for storage in storages.values()]
+        links = {at: [o.serial for o, _ in self.trace.shared.of(s)] for at, s in storages.items()}
+        self.kept = {at for at, linked in links.items() if linked}
+        apart = not known or any(not begun.issuperset(linked) for linked in links.values())
+        shared = len(set(serials)) < len(serials) or any(s < first for s in serials)
+        if shared or (self.kept and apart):
             raise _unproved("a variable shares memory with another tensor")
+
+    def _link(self, made: list[Any]) -> None:
+        """Link the variables that may be what the loop began with, for later writes."""
+        before = [leaf._storage for leaf in self.leaves if isinstance(leaf, TracedTensor)]
+        for at in self.kept:
+            for storage in before:
+                own, region = made[at]._storage, self.trace.regions[-1]
+                self.trace.shared.add(own, storage, None, region, self.written)
 
 
 def _is_like(leaves: list[Any], plan: list[Plain]) -> bool:

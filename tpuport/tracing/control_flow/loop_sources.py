@@ -28,11 +28,14 @@ def is_traced(value: Any) -> bool:
 class RangeSource:
     """`for number in numbers: operands = body(number, *operands)`.
 
-    If it `stops`, the body returns before the operands whether the loop ends after this round.
+    If it `stops`, the body returns before the operands whether the loop ends after this round, and
+    if it `tells`, whether that happened comes after the loop's own results.
     """
 
-    def __init__(self, numbers: range, body: Callable[..., Any], *, stops: bool) -> None:
-        self.numbers, self.body, self.stops = numbers, body, stops
+    def __init__(
+        self, numbers: range, body: Callable[..., Any], *, stops: bool, tells: bool = False
+    ) -> None:
+        self.numbers, self.body, self.stops, self.tells = numbers, body, stops, tells
         self.functions, self.key = [body], numbers
 
     @property
@@ -183,9 +186,9 @@ class ItemsSource(RangeSource):
     """`for item in series: operands = body(item, *operands)`."""
 
     def __init__(
-        self, items: Any, series: Series, body: Callable[..., Any], *, stops: bool
+        self, items: Any, series: Series, body: Callable[..., Any], *, stops: bool, tells: bool
     ) -> None:
-        super().__init__(range(series.count), body, stops=stops)
+        super().__init__(range(series.count), body, stops=stops, tells=tells)
         self.items = items
         self.series, self.key, self.watch = series, series.key, ItemsWatch(series)
         self._made: list[Any] | None = None
@@ -216,7 +219,7 @@ class ItemsSource(RangeSource):
 class WhileSource:
     """`while test(*operands): operands = body(*operands)`, where Python knows what `test` says."""
 
-    stops = is_long = may_end = False
+    stops = tells = is_long = may_end = False
 
     def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
         self.test, self.body = test, body

@@ -37,6 +37,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.regions import rebind
 from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.storage import Flow, Storage
+from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, held_of, value_of
 
@@ -536,8 +537,10 @@ def _outline(side: _Side) -> str:
 
 
 def _is_from_outside(leaf: Any, side: _Side) -> bool:
-    """Return whether a result is a tensor that was there before the branch."""
-    return isinstance(leaf, TracedTensor) and leaf._storage.serial not in side.created
+    """Return whether what both sides return was there before the branch."""
+    if isinstance(leaf, TracedTensor):
+        return leaf._storage.serial not in side.created
+    return isinstance(leaf, sym_numbers.SYMBOLIC)  # each side makes numbers of its own
 
 
 def _bounds(*numbers: Any) -> tuple[float, float]:
@@ -567,6 +570,14 @@ def _layout(one: Any, other: Any) -> torch.Tensor | None:
     return a if a.shape == b.shape and a.stride() == b.stride() else None
 
 
+def _merged_number(value: jax.Array, meta: Any, one: Any, other: Any) -> Any:
+    if isinstance(one, torch.SymInt) and isinstance(other, torch.SymInt):
+        expr = one.node.expr
+        if expr is not None and expr == other.node.expr:  # each side has computed it for itself
+            return sym_numbers.from_node(NumberNode(value, int, *_bounds(one, other), expr=expr))
+    return sym_numbers.number(value, meta, *_bounds(one, other))
+
+
 def _merged_leaves(
     trace: Trace, sides: list[_Side], values: list[jax.Array], sizes: list[Counts]
 ) -> list[Any]:
@@ -591,6 +602,6 @@ def _merged_leaves(
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)
         else:
-            leaves.append(sym_numbers.number(value, meta, *_bounds(one, other)))
+            leaves.append(_merged_number(value, meta, one, other))
             trace.has_numbers = trace.dynamic = True  # as `.item()` does
     return leaves

@@ -19,10 +19,13 @@ from tpuport.tracing.control_flow.merge import Forced, merge, shared_write
 from tpuport.tracing.control_flow.same_value import recipe
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
+from tpuport.tracing.core.loop_sites import note_branching
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
 from tpuport.tracing.core.transforms import transforming
 
 _MAX_RUNS, _MAX_BRANCHES = 256, 12
+# A line that branched so often may be in a loop.
+_MANY_AT_ONE_LINE = 6
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,10 @@ class Explorer:
             return unit.path[unit.position - 1]
         if known is not None:
             return self._take(unit, known.outcome)
-        unit.undecided = UndecidedBranch(value, user_line())
+        site = user_line()
+        if unit.sites[site] >= _MANY_AT_ONE_LINE:
+            note_branching()
+        unit.undecided = UndecidedBranch(value, site)
         raise unit.undecided
 
     def choose(self, value: jax.Array, low: int, high: int) -> int:

@@ -22,6 +22,7 @@ class Attempts(Protocol):
     apart: set[str]
     tried: set[tuple[str, int, int | None]]
     loops: dict[Any, Any]
+    branching: set[str]
     whole: bool
 
     def ask_for_rewrite(self) -> None:

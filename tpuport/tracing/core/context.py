@@ -283,6 +283,8 @@ class Trace:
         # storages that it must not write.
         self.gathered: dict[int, TracedTensor] = {}
         self.read_only: set[int] = set()
+        # And the number of the first host tensor that it may write: one that it makes itself.
+        self.writable_from = -1
         # The storages that a custom backward reads from outside.
         self.held: list[Storage] = []
         # The random numbers of the program whose backward this trace is, and the same as its own.
@@ -359,9 +361,11 @@ class Trace:
         if storage.serial in self.read_only:
             raise port_error(
                 "the backward of a custom autograd function writes to a tensor from outside of it"
-                " (running statistics, a counter); a backward pass returns only gradients",
+                " (running statistics, a counter, a sum over calls); a backward pass returns only"
+                " gradients",
                 code="TPU403",
-                remedy="write it in forward, or put the layer that does in evaluation mode",
+                remedy="write it in forward, put the layer that does in evaluation mode, or leave"
+                " the class that calls it to eager PyTorch: --eager NAME, porting(eager=(...))",
             )
         for effects in self.effects:
             if storage.serial not in effects.created and storage.serial not in effects.before:
@@ -542,6 +546,8 @@ class Trace:
             for effects in self.effects:
                 if number >= effects.made_before:
                     effects.created[storage.serial] = weakref.ref(storage)
+            if number < self.writable_from:
+                self.read_only.add(storage.serial)
             self.promoted[key] = (tensor, storage)
         return self.alias(tensor)  # type: ignore[return-value]
 

@@ -148,6 +148,15 @@ class HasGradient:
         return name in self.always or self.decided.get(name, False)
 
 
+def as_torch(gradients: dict[str, Any]) -> dict[str, Any]:
+    """Return gradients as torch has them: those of complex numbers are the conjugates of jax's.
+
+    A step against them, not against jax's, makes the loss smaller.
+    """
+    is_complex = jnp.iscomplexobj
+    return {name: g.conj() if is_complex(g) else g for name, g in gradients.items()}
+
+
 def value_and_grad(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
     """Differentiate with respect to a dict, as `jax.value_and_grad(..., has_aux=True)`.
 

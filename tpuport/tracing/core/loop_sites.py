@@ -1,6 +1,7 @@
 """Loops of the user's code that are worth one `lax.scan`.
 
-Their rounds make a tensor longer (`x = torch.cat([x, y])`), or run very many ops.
+Their rounds make a tensor longer (`x = torch.cat([x, y])`), run very many ops, or branch on traced
+values.
 """
 
 import dis
@@ -49,6 +50,24 @@ def note_long() -> None:
                 if is_counted(frame, line):
                     raise RestartTrace(site=(code, Site(line)))
                 counts[key] = 0
+
+
+def note_branching() -> None:
+    """Restart to rewrite a loop over a range or rows whose rounds branch on traced values.
+
+    Raises:
+        RestartTrace: one around the branch has not been rewritten yet.
+    """
+    trace = innermost()
+    if trace is None or trace.explorer is None or trace.explorer.plan.whole:
+        return
+    plan = trace.explorer.plan
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        for line in _loop_lines(frame.f_code, frame.f_lasti):
+            if (file, line, None) not in plan.tried and is_counted(frame, line):
+                plan.branching.add(f"{file}:{line}")
+                raise RestartTrace(site=(frame.f_code, Site(line)))
 
 
 def note_joined(parts: Iterable[Any], result: Any) -> None:

@@ -59,8 +59,9 @@ class SpeculationLog:
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
     `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
     `loops` are the loops over a range that were met, with how a round changes their variables, or a
-    text that says why not in one way. `whole` says that such a loop has to be one loop of the
-    program.
+    text that says why not in one way. `branching` are those (file:line) whose rounds branch on
+    traced values, so that each would be another path. `whole` says that such a loop has to be one
+    loop of the program.
     """
 
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
@@ -73,6 +74,7 @@ class SpeculationLog:
     chooses: bool = False
     numbers: set[str] = field(default_factory=set)
     loops: dict[Any, Any] = field(default_factory=dict)
+    branching: set[str] = field(default_factory=set)
     whole: bool = False
     host_args: frozenset[int] = frozenset()
     widened: int = 0

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.storage import Flow, Storage
+from tpuport.tracing.core.storage import SERIALS, Flow, Storage
 from tpuport.tracing.core.sym_numbers import SYMBOLIC, exact_value, number
 from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, value_of, write
@@ -145,6 +146,8 @@ class _FunctionCall:
         # For each saved tensor, the one of those that it is, or a constant of the host.
         self.saved_given: list[torch.Tensor | None] = []
         self.saved_seen: list[bool] = []
+        # For each saved tensor, whether other code has its memory, too.
+        self.saved_outside: list[bool] = []
         self.keys: KeyStream | None = None
         self.residual_kinds: Any = None
         self._reached: list[bool] | None = None
@@ -168,6 +171,7 @@ class _FunctionCall:
         cls, tensors = self.cls, [a for a in args if isinstance(a, torch.Tensor)]
         needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         context, values = _Context(needs), [value_of(t) for t in tensors]
+        before = next(SERIALS)
         flow = flow_of(tensors)
         with torch.no_grad():
             if _has_setup(cls):
@@ -182,7 +186,7 @@ class _FunctionCall:
                 raise _unsized(f"an output of {cls.__name__}.forward")
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
-        saved = self._save(context, tensors, leaves)
+        saved = self._save(context, tensors, leaves, before)
         attached = self.attach(values, self.bound.values, outs, saved)
         made: list[torch.Tensor] = []
         for leaf, plain, value, meta in zip(leaves, outs, attached, self.metas, strict=True):
@@ -196,10 +200,15 @@ class _FunctionCall:
                 made.append(wrap(value, meta.dtype, trace=self.trace, flow=own))
         return pytree.unflatten(self.spec, made)
 
-    def _save(self, context: _Context, tensors: list[Any], outs: list[Any]) -> list[jax.Array]:
+    def _save(
+        self, context: _Context, tensors: list[Any], outs: list[Any], before: int
+    ) -> list[jax.Array]:
         """Return the values that the backward needs.
 
         Gradients flow through those of arguments, not through what forward computed on its way.
+
+        Args:
+            before: The serial number of the last memory that forward did not make.
         """
         # What the backward reads of a traced number is a value of the forward's program.
         kept, self.context_spec = pytree.flatten(
@@ -210,6 +219,7 @@ class _FunctionCall:
         self.bound = BoundTensors(self.trace, [*roots, self.cls.forward, self.cls.backward])
         self.saved = [type(leaf) if isinstance(leaf, SYMBOLIC) else meta_of(leaf) for leaf in kept]
         self.saved_given = [self._given(leaf) for leaf in kept]
+        self.saved_outside = [_memory(leaf) <= before for leaf in kept]
         dirty = {id(tensor) for tensor in context.dirty}
         given = {id(tensor) for tensor in tensors} - dirty
         self.saved_seen = [id(leaf) in given and leaf.requires_grad for leaf in kept]
@@ -301,9 +311,11 @@ class _FunctionCall:
     def _restored(self, saved: Any, trace: Trace) -> list[Any]:
         """Return the saved tensors and numbers as the backward reads them."""
         made = _rewrapped(saved[: len(self.saved)], self.saved, trace)
-        for tensor, seen in zip(made, self.saved_seen, strict=True):
+        for tensor, seen, outside in zip(made, self.saved_seen, self.saved_outside, strict=True):
             if seen:
                 tensor._own_flow = Flow.SEEN
+            if outside:
+                trace.read_only.add(tensor._storage.serial)
         pairs = zip(made, self.saved_given, strict=True)
         return [one if given is None else given for one, given in pairs]
 
@@ -376,6 +388,11 @@ def _instantiated(cotangent: Any) -> jax.Array:
     return cotangent
 
 
+def _memory(leaf: Any) -> float:
+    """Return the serial number of a saved tensor's memory; a number has none."""
+    return leaf._storage.serial if isinstance(leaf, TracedTensor) else math.inf
+
+
 def _kind(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
@@ -440,15 +457,20 @@ def _spoiled(gradients: list[Any], code: Storage | None) -> list[Any]:
 def _running(trace: Trace) -> Iterator[Trace]:
     """Enter a trace for a backward: the forward's, or a new one if that has already ended."""
     if not trace.closed:
-        failures = trace.error_code
+        failures, read_only, first = trace.error_code, trace.read_only, trace.writable_from
         try:
-            with trace.recording():
+            # It may run more than once: to see what it reaches, and for its gradients.
+            with trace.recording(repeats=True):
                 trace.error_code = _no_failure(trace)
+                trace.read_only = read_only | {s.serial for _, s in trace.promoted.values()}
+                trace.writable_from = len(trace.made)
                 yield trace
         finally:
             trace.error_code = failures
+            trace.read_only, trace.writable_from = read_only, first
         return
     later = Trace(None, TraceOptions(patches=trace.options.patches))
+    later.writable_from = 0
     with installed(later.options.patches), active(later):
         later.error_code = _no_failure(later)
         yield later
