@@ -51,8 +51,13 @@ def _announce_no_accelerator(before: torch.device | None) -> None:
             return False
 
     registry.register_python_privateuseone_hook(Hooks())
-    torch._C._accelerator_getAccelerator = lambda: before
-    torch._C._get_accelerator = lambda: before or torch.device("cpu")
+    announced = torch._C._accelerator_getAccelerator
+
+    def found() -> torch.device | None:
+        return announced() if sys.modules["torchax"].device_module.is_available() else before
+
+    torch._C._accelerator_getAccelerator = found
+    torch._C._get_accelerator = lambda: found() or torch.device("cpu")
 
 
 leave_out_libtpu()
