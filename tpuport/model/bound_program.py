@@ -24,6 +24,8 @@ from tpuport.tracing.core.tensor import TracedTensor, flow_seen
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState
 
+# One program may be bound for each of many strings.
+_MOST_BOUND = 1024
 # Values that are part of a program, and are equal only if they are the same for Python's code.
 _STATIC = frozenset({bool, int, str, type(None)})
 # Dtypes that numpy holds as jax does.
@@ -82,15 +84,6 @@ class BoundProgram:
             for meta in compiled.outcome.out_metas
         ]
 
-    @staticmethod
-    def suits(ported: "PortedState", compiled: CachedProgram) -> bool:
-        """Return whether a program changes nothing but state, and reads no argument's value."""
-        outcome = compiled.outcome
-        changes = outcome.argument_changes is not None or outcome.python_changes is not None
-        return not (
-            changes or outcome.host_paths or outcome.placed or compiled.writes or ported._is_placed
-        )
-
     def call(
         self, ported: "PortedState", args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
@@ -120,6 +113,29 @@ class BoundProgram:
             leaves = [v for v in (*args, *kwargs.values()) if type(v) not in _STATIC]
             share(ported, compiled, leaves, made)
         return True, pytree.unflatten(outcome.out_spec, made)
+
+
+def bind(
+    ported: "PortedState",
+    compiled: CachedProgram | None,
+    bound: dict[Any, BoundProgram],
+    key: Any,
+) -> None:
+    """Keep a program for the calls of a key, if it can run without the rest of a call."""
+    if compiled is None or not _suits(ported, compiled):
+        return
+    if len(bound) >= _MOST_BOUND:
+        bound.clear()
+    bound[key] = BoundProgram(compiled)
+
+
+def _suits(ported: "PortedState", compiled: CachedProgram) -> bool:
+    """Return whether a program changes nothing but state, and reads no argument's value."""
+    outcome = compiled.outcome
+    changes = outcome.argument_changes is not None or outcome.python_changes is not None
+    return not (
+        changes or outcome.host_paths or outcome.placed or compiled.writes or ported._is_placed
+    )
 
 
 def _result(value: Any, meta: Any) -> Any:

@@ -19,7 +19,7 @@ from tpuport.foundation.pytree.clone import clone_module
 from tpuport.foundation.pytree.sealed import apart
 from tpuport.generation import generate
 from tpuport.model import after_error, lowering, pure, report_builder, unread_arguments
-from tpuport.model.bound_program import BoundProgram, kinds_of
+from tpuport.model.bound_program import BoundProgram, bind, kinds_of
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
@@ -48,14 +48,12 @@ from tpuport.tracing.core import arguments
 from tpuport.tracing.core.constants import Hoisted
 from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.keys import as_key, fresh_key, unused_key
+from tpuport.tracing.core.reentrancy import one_at_a_time
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.interrupts import held_back
 from tpuport.tracing.state.request import TraceRequest, TraceResult
 from tpuport.tracing.state.tensor_attributes import refuse_given_attributes
-
-# One program may be bound for each of many strings.
-_MOST_BOUND = 1024
 
 
 class PortedModel(PortedState):
@@ -140,17 +138,16 @@ class PortedModel(PortedState):
             if is_valid:
                 self._outside_changes = 0
                 return out
-        out = self._call(method, args, kwargs, sampler=self._sampler if is_due else None)
-        last = self._last_program
-        if kinds is not None and last is not None and version == self._state_version:
+        with one_at_a_time():
+            version = self._state_version
+            out = self._call(method, args, kwargs, sampler=self._sampler if is_due else None)
             compares = self._verifier is not None and self._verifier.always
-            if not compares and BoundProgram.suits(self, last):
-                if len(self._bound) >= _MOST_BOUND:
-                    self._bound.clear()
-                self._bound[kinds, version] = BoundProgram(last)
+            if kinds is not None and version == self._state_version and not compares:
+                bind(self, self._last_program, self._bound, (kinds, version))
         return out
 
     @explaining()
+    @one_at_a_time()
     def _call(
         self,
         method: str,
@@ -424,6 +421,7 @@ class PortedModel(PortedState):
         return result
 
     @explaining()
+    @one_at_a_time()
     def _applied(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, checks: bool
     ) -> tuple[jax.Array, tuple[LiftedCheck, ...], tuple[Any, dict[str, jax.Array]]]:

@@ -4,7 +4,6 @@ The outermost call of a module on the accelerator is one jitted program. Where i
 the modules inside it become programs.
 """
 
-import threading
 import warnings
 import weakref
 from collections import Counter
@@ -24,7 +23,7 @@ from tpuport.foundation.errors import ParityError, PortError, UsageError
 from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.foundation.tracebacks import trim
 from tpuport.tracing.core.context import current
-from tpuport.tracing.core.reentrancy import is_part_of_program, part_of_program
+from tpuport.tracing.core.reentrancy import is_part_of_program, one_at_a_time, part_of_program
 
 
 class PortWarning(UserWarning):
@@ -33,8 +32,6 @@ class PortWarning(UserWarning):
 
 # The token under which methods of classes are replaced.
 METHODS = object()
-# A trace swaps functions process-wide, and a program has one state.
-_ONE_AT_A_TIME = threading.RLock()
 _PROGRAMS: "weakref.WeakKeyDictionary[torch.nn.Module, LiveModel]" = weakref.WeakKeyDictionary()
 # By module the methods that cannot be one program.
 _DESCENDED: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
@@ -141,7 +138,7 @@ def _run(
     *,
     is_whole: bool = False,
 ) -> Any:
-    with _ONE_AT_A_TIME, part_of_program():
+    with one_at_a_time(), part_of_program():
         model = _PROGRAMS.get(module)
         if model is None:
             captured_outputs.prepare(module)

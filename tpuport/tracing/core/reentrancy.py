@@ -8,11 +8,27 @@ _LOCAL = threading.local()
 # Held by whoever swaps user code or functions of torch, which is seen process-wide: a trace, and a
 # reference run, which may be on a thread of its own.
 SWAPS = threading.RLock()
+# Held by a call that may trace, or that changes what a port keeps of its calls.
+_CALLS = threading.RLock()
 
 
 def is_part_of_program() -> bool:
     """Return whether this thread runs a program, or the eager reference run of one."""
     return getattr(_LOCAL, "inside", False)
+
+
+@contextlib.contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let no other thread make such a call meanwhile.
+
+    A reference run may call a port, too: it holds `SWAPS` on a thread of its own, for which a call
+    may be waiting, and so it does not wait for calls.
+    """
+    if is_part_of_program():
+        yield
+        return
+    with _CALLS:
+        yield
 
 
 def compares_gradients() -> bool:
