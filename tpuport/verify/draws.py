@@ -24,6 +24,7 @@ from tpuport.model.parity.uncheckpointed import Uncheckpointed
 from tpuport.tracing.core.keys import fresh_key, next_key, unused_key
 from tpuport.tracing.core.reentrancy import part_of_program
 from tpuport.tracing.patches.manual_seed import ManualSeed
+from tpuport.tracing.patches.tensor_subclass import TensorSubclass
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
 
 NOTED, REPLAYED = "tpuport.verify.draws:noted", "tpuport.verify.draws:replayed"
@@ -89,7 +90,7 @@ class DrawReplay:
             if expected.key is None:
                 return original(module, *args, **kwargs)
             numbers = SameNumbers(next_key())
-            with installed((Uncheckpointed, ManualSeed, TruncatedNormal)), numbers:
+            with installed((Uncheckpointed, ManualSeed, TensorSubclass, TruncatedNormal)), numbers:
                 out = original(module, *args, **kwargs)
         if _numbers(fresh_key()) != expected.key and not self.differs:
             self.differs = f"call {self.done} ({expected.name}.{method})"

@@ -67,7 +67,11 @@ def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor that shares its memory until either is written, if it can."""
     made = try_lazy_clone(tensor) if is_private(tensor) else None
-    return tensor.detach().clone() if made is None else made
+    if made is not None:
+        return made
+    # A class of the user's may have methods of these names.
+    with torch._C.DisableTorchFunction():
+        return torch.Tensor.clone(torch.Tensor.detach(tensor))
 
 
 def try_lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -80,9 +84,9 @@ def try_lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
     storage = tensor.untyped_storage()
     if not (storage.resizable() or _is_clone(storage)):
         return None
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunction():
         try:
-            made = torch._lazy_clone(tensor.detach())  # pyright: ignore[reportPrivateImportUsage]
+            made = torch._lazy_clone(torch.Tensor.detach(tensor))  # pyright: ignore[reportPrivateImportUsage]
         except RuntimeError:  # memory that torch did not allocate: a file's, shared, numpy's
             return None
     for shared in (storage, made.untyped_storage()):

@@ -12,6 +12,15 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
+from tpuport.foundation.pytree.tensor_classes import (
+    attributes_beside,
+    class_seen,
+    is_class_of_tensors,
+    of_class,
+    plain_tensor,
+    set_attributes_beside,
+)
+
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, slice, range,
@@ -55,6 +64,8 @@ class Children(NamedTuple):
         """Return how code reaches each of the parts: `[0]`, `.logits`."""
         if self.keys is not None:
             return [f".{k}" if isinstance(k, str) else f"[{k}]" for k in self.keys]
+        if issubclass(self.kind, torch.Tensor):
+            return [""]
         if issubclass(self.kind, (set, frozenset)):
             return ["{}"] * len(self.parts)
         fields = getattr(self.kind, "_fields", ())
@@ -78,6 +89,9 @@ def children(value: Any) -> Children:
     A container is read by the methods of its base class: a subclass may override its own, as
     transformers' `ModelOutput` does.
     """
+    if is_class_of_tensors(type(value)):
+        held = attributes_beside(value)
+        return Children(class_seen(value), None, [plain_tensor(value)], held)
     held = {} if type(value) in _BARE else attributes_of(value)
     if isinstance(value, dict):
         option = value.default_factory if isinstance(value, defaultdict) else None
@@ -139,6 +153,9 @@ def refill(value: Any, content: Children) -> None:
 
 
 def _set_attributes(value: Any, held: dict[str, Any]) -> None:
+    if is_class_of_tensors(type(value)):
+        set_attributes_beside(value, held)
+        return
     space, slots = getattr(value, "__dict__", None), _slot_names(type(value))
     if isinstance(space, dict):
         for name in [name for name in dict.keys(space) if name not in held]:
@@ -173,6 +190,12 @@ def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any]
             made.extend(parts)
         else:
             made.update(zip(content.keys, parts, strict=True))
+        return made
+    if issubclass(content.kind, torch.Tensor):
+        made = of_class(build(content.parts[0]), content.kind)
+        note(made)
+        if isinstance(made, torch.Tensor):
+            refill(made, content.map(build))
         return made
     blank = blank_of(content.kind)
     if issubclass(content.kind, (tuple, frozenset)):

@@ -25,6 +25,11 @@ from tpuport.foundation.pytree.children import (
     refill,
     slots_of,
 )
+from tpuport.foundation.pytree.tensor_classes import (
+    is_class_of_tensors,
+    like_class,
+    plain_tensor,
+)
 
 _SHARED = (
     *ATOMS,
@@ -81,7 +86,7 @@ class Cloner:
         if isinstance(value, torch.Tensor):
             known = self.memo.get(id(value))
             if known is None:
-                known = self.memo[id(value)] = self.tensor_map(value)
+                known = self.memo[id(value)] = like_class(self.tensor_map(value), value)
                 self.keep.append(value)
             return known
         return self._other(value)
@@ -210,6 +215,8 @@ class Cloner:
 
 def parameter_like(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return a parameter with another value, the same attributes and the hooks on its gradient."""
+    if is_class_of_tensors(type(value)):
+        value = plain_tensor(value)
     made = torch.nn.Parameter(value, requires_grad=like.requires_grad)
     vars(made).update(vars(like))
     for hook in (like._backward_hooks or {}).values():

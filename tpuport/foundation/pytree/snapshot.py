@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tpuport.foundation.pytree.children import ATOMIC, ATOMS, Children, children, refill, walk
+from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
 
 _MAX_DEPTH = 13
 _ATOMS = (torch.Tensor, *ATOMS)
@@ -19,7 +20,7 @@ class Snapshot:
         self.saved: list[tuple[Any, Children]] = []
 
         def parts(value: Any) -> list[Any]:
-            if isinstance(value, _ATOMS):
+            if isinstance(value, _ATOMS) and not is_class_of_tensors(type(value)):
                 return []
             found = children(value)
             self.saved.append((value, found))

@@ -26,6 +26,7 @@ from tpuport.foundation.pytree.children import (
     rebuilt,
     walk,
 )
+from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
 
 
 def is_leaf(value: Any) -> bool:
@@ -104,6 +105,8 @@ class Flattener:
 
     def visit(self, value: Any, path: str) -> tuple[Any, Any]:
         """Return the (node, key) of a value."""
+        if is_class_of_tensors(type(value)):
+            return self._tensor(value, path)
         if self.leaf(value):
             # Number leaves have no identity: two equal ones are two leaves.
             shared = self.shared and is_leaf(value)
@@ -136,12 +139,24 @@ class Flattener:
         self.keep.append(value)
         return self.container(value, path, index)
 
+    def _tensor(self, value: torch.Tensor, path: str) -> tuple[Any, Any]:
+        """Return the (node, key) of a tensor of a class of the user's: a container of a leaf."""
+        known = self.seen.get(id(value))
+        if known is not None:
+            return known, known
+        index = len(self.containers)
+        self.containers[index] = value
+        self.seen[id(value)] = ("ref", index)
+        self.keep.append(value)
+        return self.container(value, path, index)
+
     def container(self, value: Any, path: str, index: int) -> tuple[Any, Any]:
         """Return the (node, key) of a container's current content."""
         kind = type(value)
         if isinstance(value, np.ndarray):
             return ("array", index, value.copy()), (kind, hashable(value, self.keep))
         found = children(value)
+        kind = found.kind
         steps = [*found.steps(), *(f".{name}" for name in found.held)]
         pairs = [self.visit(v, path + s) for v, s in zip(found.all, steps, strict=True)]
         nodes, keys = iter([n for n, _ in pairs]), [k for _, k in pairs]

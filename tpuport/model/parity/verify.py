@@ -31,6 +31,7 @@ from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import SWAPS, part_of_program
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.patches.manual_seed import ManualSeed
+from tpuport.tracing.patches.tensor_subclass import TensorSubclass
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import eager_compiled
@@ -89,7 +90,9 @@ def in_eager(call: Call, *modes: Any, saves: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(SWAPS)
         stack.enter_context(eager_compiled())
-        stack.enter_context(installed((Uncheckpointed, ManualSeed, TruncatedNormal)))
+        stack.enter_context(
+            installed((Uncheckpointed, ManualSeed, TensorSubclass, TruncatedNormal))
+        )
         for mode in modes:
             stack.enter_context(mode)
         stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import concretize, int64
+from tpuport.tracing.core.as_subclass import AsSubclass
 from tpuport.tracing.core.concretize import decide, identity_is_asked
 from tpuport.tracing.core.errors import port_error, refuse_flag_in_branch
 from tpuport.tracing.core.graph_node import GraphNode
@@ -55,7 +56,7 @@ class SeriesRow(NamedTuple):
     region: int
 
 
-class TracedTensor(backend.TorchaxTensor):
+class TracedTensor(AsSubclass, backend.TorchaxTensor):
     """A torch tensor whose value is a jax array; see the module docstring."""
 
     # Libraries (opt_einsum, autoray) choose their functions by the module of an array's class.

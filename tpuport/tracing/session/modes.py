@@ -11,6 +11,7 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.storage import memory_of
 from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.tensor_classes import classes_seen, overrides
 from tpuport.tracing.core.transforms import is_transformed, transforming
 from tpuport.tracing.core.values import flat, tensors_in
 from tpuport.tracing.dispatch.dispatch import dispatch
@@ -146,11 +147,11 @@ class FunctionMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        for kind in types:
-            if not issubclass(kind, torch.Tensor):
+        for kind in classes_seen(types):
+            if not issubclass(kind, torch.Tensor) or overrides(kind):
                 # It takes the function apart, and calls torch for its parts: seen by this mode.
                 with self:
-                    result = kind.__torch_function__(func, types, args, kwargs or {})
+                    result = kind.__torch_function__(func, classes_seen(types), args, kwargs or {})
                 if result is not NotImplemented:
                     return result
         handler = FUNCTIONS.get(func)

@@ -7,12 +7,14 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.children import Children, children
+from tpuport.foundation.pytree.tensor_classes import class_seen, is_class_of_tensors
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import Flow, Storage
 from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
+from tpuport.tracing.core.tensor_classes import adopt
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.session.growing_arguments import sized
@@ -98,6 +100,8 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
     like = tensor if whole else meta_of(tensor)
     made = TracedTensor(Storage(value, trace), (), like, value, flow)
     made._is_leaf, made._is_given = tensor.is_leaf, True
+    if is_class_of_tensors(type(tensor)):
+        made = adopt(made, class_seen(tensor))
     if tensor.__dict__:
         vars(made).update(attributes_set_on(tensor))
     if isinstance(tensor, torch.nn.Parameter):

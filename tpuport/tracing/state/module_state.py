@@ -11,11 +11,17 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.clone import Cloner
+from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.state.hook_state import hooks_of, kept_hooks, refuse_handles
-from tpuport.tracing.state.tensor_attributes import OWN, attribute_keys
+from tpuport.tracing.state.tensor_attributes import (
+    OWN,
+    attribute_keys,
+    refuse_class,
+    refuse_parameter_class,
+)
 
 # Attributes that torch keeps on every module for itself, hooks included.
 _INTERNAL = frozenset(torch.nn.Module().__dict__) - {"training"}
@@ -119,7 +125,9 @@ def state_tree(
             if first != name:
                 tree.aliases.setdefault(first, []).append(name)
                 return
-            if not value.__dict__.keys() <= OWN:
+            if type(value) not in _USUAL:
+                refuse_parameter_class(name, value)
+            if not value.__dict__.keys() <= OWN or is_class_of_tensors(type(value)):
                 tree.set_on.update(attribute_keys(name, value))
         tree.leaves[name] = value
 
@@ -268,6 +276,7 @@ def forget_random_states(before: StateTree, after: StateTree) -> None:
             after.statics[name], after.values[name] = before.statics[name], before.values[name]
 
 
+_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, TracedTensor})
 # Types whose values are interchangeable if they are equal.
 _EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)
@@ -297,6 +306,8 @@ def _attribute(
     leaves, spec, paths = pytree.flatten_with_paths(
         value, leaf=_state_leaf, path=full, objects=objects
     )
+    for container in spec.containers.values():
+        refuse_class(full, container)
     for one, path in zip(leaves, paths, strict=True):
         leaf(tree, path, one)
     tree.statics[full] = (spec.key, tuple(_tensor_kind(one) for one in leaves))

@@ -7,19 +7,23 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.children import ATOMIC
+from tpuport.foundation.pytree.tensor_classes import (
+    attributes_beside,
+    class_seen,
+    is_class_of_tensors,
+)
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor
-
-# What a traced tensor keeps for itself: in its class, and from its construction on.
-OWN = frozenset(vars(TracedTensor)) | frozenset(
-    "_storage _chain _cached _cached_version _cached_region _own_flow _detached _is_leaf _is_given"
-    " _stopped _env _is_param _left_grad _hooks _hooked _unhooked _stream".split()
-)
+from tpuport.tracing.core.tensor_classes import OWN
 
 
 def attributes_set_on(tensor: torch.Tensor) -> Mapping[str, Any]:
     """Return the attributes that code has set on a tensor, by name."""
     held = tensor.__dict__
+    if "_class_seen" in held:
+        return {}  # They are those of the tensor of a class that it is the plain one of.
+    if is_class_of_tensors(type(tensor)):
+        return attributes_beside(tensor)
     if type(tensor) is TracedTensor:
         return {name: value for name, value in held.items() if name not in OWN}
     if type(tensor) in _PLAIN:
@@ -29,7 +33,12 @@ def attributes_set_on(tensor: torch.Tensor) -> Mapping[str, Any]:
 
 
 def attribute_keys(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """Return a key for each attribute set on a tensor; the key changes with the value."""
+    """Return a key for each attribute set on a tensor; the key changes with the value.
+
+    The class of a tensor is one, if it is a class of the user's.
+    """
+    if is_class_of_tensors(type(tensor)):
+        yield f"{name}.__class__", class_seen(tensor)
     for attribute, value in attributes_set_on(tensor).items():
         if type(value) in ATOMIC:
             key = pytree.hashable(value, [])
@@ -55,6 +64,46 @@ def refuse_set_attributes(before: Mapping[str, Any], after: Mapping[str, Any]) -
             f"the call sets {', '.join(changed[:3])}: an attribute of a tensor of the module",
             code="TPU402",
             remedy="keep the value in an attribute of the module, or set it before the call",
+        )
+
+
+def refuse_class(name: str, value: Any) -> None:
+    """Refuse an attribute that is a tensor of a class of the user's: calls would not see another.
+
+    Raises:
+        PortError: it is.
+    """
+    if is_class_of_tensors(type(value)):
+        kind = class_seen(value).__name__
+        raise port_error(
+            f"{name} is a {kind}, a class of tensors of its own, in an attribute: a program"
+            " keeps the values of the tensor only",
+            code="TPU106",
+            remedy=(
+                "make it a buffer, or keep the plain tensor (`.as_subclass(torch.Tensor)`), and"
+                f" make it a {kind} in forward; if the class of the module is not yours, leave it"
+                " to eager PyTorch: `tpuport run --eager NAME`"
+            ),
+        )
+
+
+def refuse_parameter_class(name: str, value: torch.Tensor) -> None:
+    """Refuse a parameter of a class that is one of parameters and of other tensors, too.
+
+    Raises:
+        PortError: it is.
+    """
+    kind = type(value)
+    if not is_class_of_tensors(kind) and any(map(is_class_of_tensors, kind.__mro__)):
+        raise port_error(
+            f"{name} is a {kind.__name__}, a class of parameters that are tensors of a class of"
+            " their own: a program keeps the values of a parameter only",
+            code="TPU106",
+            remedy=(
+                "make the parameter an ordinary one of the plain tensor, and make the tensor of"
+                " the class in forward; if the class of the module is not yours, leave it to eager"
+                " PyTorch: `tpuport run --eager NAME`"
+            ),
         )
 
 
