@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tpuport.foundation.cuda_only import is_cuda_only
+from tpuport.repository.computed_imports import computed_names, modules_named
 from tpuport.repository.texts import read_text
 from tpuport.verify.imports import (
     imported_names,
@@ -102,6 +103,7 @@ class _Seen:
     imports: set[str] = field(default_factory=set)
     started: set[str] = field(default_factory=set)
     later: set[str] = field(default_factory=set)
+    computed: set[str] = field(default_factory=set)
 
 
 def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
@@ -121,6 +123,7 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         if not (one.has_main or started) or path.name == "setup.py":
             continue
         imported, modules = _reached(path, one.started, seen, root)
+        modules |= _may_reach(path, one.started | one.later, seen, root)
         one.trains |= any(seen[module].trains for module in modules)
         score, reasons = _score(name, one, started)
         script = StartScript(
@@ -160,6 +163,7 @@ def add_packages(
     own = _own_names(root, files)
     names, modules = _reached(root / script.path, imports, seen, root)
     known = {root / name for name in script.modules}
+    modules |= _may_reach(root / script.path, imports, seen, root)
     trains = script.trains or any(seen[module].trains for module in modules)
     script = replace(script, trains=trains)
     names |= set(script.packages)
@@ -192,7 +196,10 @@ def _imported_in_some_cases(modules: set[Path], seen: Mapping[Path, _Seen], root
 
     def imports_of(path: Path) -> set[str]:
         one = seen.get(path)
-        return one.imports | one.started | one.later if one is not None else set()
+        if one is None:
+            return set()
+        computed = modules_named(one.computed, path, root, seen)
+        return one.imports | one.started | one.later | computed
 
     found: set[str] = set()
     done: set[Path] = set()
@@ -247,6 +254,7 @@ def _read(path: Path) -> _Seen | None:
                 seen.has_main = seen.hydra = True
     seen.imports, seen.later = imported_names(tree.body), later_names(tree)
     seen.started = started_names(tree)
+    seen.computed = computed_names(tree)
     # A script like nanoGPT's has no main part: it runs from its first line to its last.
     loops = any(isinstance(node, (ast.While, ast.For)) for node in tree.body)
     seen.has_main |= loops and seen.trains
@@ -277,6 +285,23 @@ def _reached(
 
     packages, modules = reached(start, imports, imports_of, root)
     return packages, modules & seen.keys()
+
+
+def _may_reach(start: Path, names: set[str], seen: Mapping[Path, _Seen], root: Path) -> set[Path]:
+    """Return the modules that a script may import, by names that it and they compute as well.
+
+    Args:
+        start: The script.
+        names: What it imports, in some cases only as well.
+        seen: What is known of each file.
+        root: The folder of the repository.
+    """
+
+    def imports_of(path: Path) -> set[str]:
+        one = seen.get(path)
+        return set() if one is None else one.imports | modules_named(one.computed, path, root, seen)
+
+    return reached(start, names | imports_of(start), imports_of, root)[1] & seen.keys()
 
 
 def _packages(names: Iterable[str]) -> set[str]:
