@@ -41,10 +41,13 @@ def computed_names(tree: ast.Module) -> set[str]:
     it lists folders, each module beside it, as `.` and a zero byte.
     """
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    importing = [call for call in calls if _place(_name_of(call.func)) is not None]
+    if not importing:
+        return set()
     known = _known_texts(tree)
     found: set[str] = set()
     is_open = False
-    for call in calls:
+    for call in importing:
         for text in _named(call, known):
             if text.strip(_ANY + "."):
                 found.add(text)
@@ -70,6 +73,8 @@ def modules_named(texts: Iterable[str], path: Path, root: Path, files: Iterable[
         files: Its Python files.
     """
     texts = set(texts)
+    if not texts:
+        return set()
     for text in [text for text in texts if _FILE.fullmatch(text)]:
         texts |= _names_in_yaml(text.replace(_ANY, "*"), path, root)
     expressions = [re.compile(_expression(text)) for text in texts if not _FILE.fullmatch(text)]
@@ -96,17 +101,20 @@ def _expression(text: str) -> str:
 def _named(call: ast.Call, known: Mapping[str, set[str]]) -> Iterator[str]:
     """Yield what a call imports, if it is one that imports by a name."""
     function = _name_of(call.func)
-    for table in (_BY_NAME, _BY_FILE, _BY_CODE):
-        place = table.get(function)
-        if place is None or len(call.args) <= place:
-            continue
-        for text in _texts(call.args[place], known) or {_ANY}:
-            if table is _BY_CODE:
-                yield from _IMPORTS.findall(text)
-            elif table is _BY_FILE:
-                yield text.removesuffix(".py").removeprefix("./").replace("/", ".")
-            else:
-                yield from (f"{package}{text}" for package in _packages(call, text, known))
+    place = _place(function)
+    if place is None or len(call.args) <= place:
+        return
+    for text in _texts(call.args[place], known) or {_ANY}:
+        if function in _BY_CODE:
+            yield from _IMPORTS.findall(text)
+        elif function in _BY_FILE:
+            yield text.removesuffix(".py").removeprefix("./").replace("/", ".")
+        else:
+            yield from (f"{package}{text}" for package in _packages(call, text, known))
+
+
+def _place(function: str) -> int | None:
+    return next((t[function] for t in (_BY_NAME, _BY_FILE, _BY_CODE) if function in t), None)
 
 
 def _packages(call: ast.Call, text: str, known: Mapping[str, set[str]]) -> set[str]:
