@@ -75,6 +75,28 @@ def test_a_package_is_called_as_pip_knows_it(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("file", ["requirements.txt", "environment.yml", "setup.py"])
+def test_a_package_is_taken_from_where_the_repository_takes_it(tmp_path: Path, file: str) -> None:
+    """Nothing, or something else, has the name of its import on PyPI."""
+    url = "git+https://example.com/planner-devkit/@v1.2"
+    line = {
+        "requirements.txt": f"planner-devkit @ {url}\nnumpy\n",
+        "environment.yml": f"dependencies:\n  - pip:\n    - planner-devkit[maps]@{url}\n",
+        "setup.py": f"setup(install_requires=['planner-devkit @ {url}', 'numpy'])",
+    }
+    (tmp_path / file).write_text(line[file])
+    asked = how_to_install(["planner", "cv2", "planning"], tmp_path)
+    wanted = f"`pip install 'planner-devkit @ {url}' opencv-python-headless planning`"
+    assert asked.startswith(wanted)
+
+
+def test_a_package_of_its_own_is_no_beginning_of_another(tmp_path: Path) -> None:
+    url = "https://example.com/torch_scatter.whl"
+    (tmp_path / "requirements.txt").write_text(f"torch>=2.1\ntorch-scatter @ {url}\n")
+    asked = how_to_install(["torch", "torch_scatter"], tmp_path)
+    assert asked.startswith(f"`pip install torch 'torch-scatter @ {url}'`")
+
+
 def test_a_script_that_stops_at_one_package_is_told_of_all(tmp_path: Path) -> None:
     entry = StartScript("a.py", trains=True, reasons=(), maybe_missing=("absent_a", "absent_b"))
     error = "ModuleNotFoundError: No module named 'absent_b'"

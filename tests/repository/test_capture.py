@@ -1,11 +1,39 @@
 """Which call of a script is the call of its model."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tpuport.repository.capture import ModelCapture
+from tpuport.repository import capture as captured
+from tpuport.repository.capture import SETTINGS, ModelCapture
+
+ON_CUDA = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        assert torch.cuda.is_available()
+        return self.linear(x.cuda()).square().mean()
+
+net = Net().cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+net(torch.ones(4, 3)).backward()
+"""
+AFTER = """
+from tpuport.repository.capture import program
+found = program()
+print(found["model"](*found["inputs"][0]).shape)
+"""
 
 
 class Policy(torch.nn.Module):
@@ -55,3 +83,21 @@ def test_a_method_whose_arguments_cannot_be_seen() -> None:
     assert watching.found is not None
     assert isinstance(watching.found["model"], torch.nn.Linear)
     assert watching.share == 16 / 26
+
+
+def test_a_forward_that_asks_for_cuda_does_so_after_the_script_as_well(tmp_path: Path) -> None:
+    """In a process of its own: CUDA stays emulated in it."""
+    (tmp_path / "train.py").write_text(ON_CUDA)
+    before = tmp_path / "before.py"
+    before.write_bytes(Path(captured.__file__).with_name("before.py").read_bytes())
+    settings = {"writable": [str(tmp_path)], "made_up": False, "autocast": True, "workers": True}
+    before.with_suffix(".json").write_text(json.dumps(settings | {"batches": [], "quiet": False}))
+    wanted = {"script": str(tmp_path / "train.py"), "arguments": [], "trains": True}
+    wanted |= {"before": str(before), "folder": str(tmp_path)}
+    (tmp_path / "capture.json").write_text(json.dumps(wanted))
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", SETTINGS: str(tmp_path / "capture.json")}
+    done = subprocess.run(
+        [sys.executable, "-c", AFTER], env=env, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("torch.Size([])\n")

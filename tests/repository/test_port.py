@@ -174,6 +174,50 @@ def test_stages_are_done_once(
     assert len(calls) == 4
 
 
+def test_two_calls_at_a_time_need_two_folders(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, told = tmp_path / "out", []
+
+    def ended(arguments: Any, **_: Any) -> Finished:
+        told.append(port(repository, "--out", out))
+        return Finished(0, json.dumps(COMPILED if arguments[0] == "compile" else EQUAL), "")
+
+    monkeypatch.setattr(runs, "run_command", ended)
+    options = ["--run", "--", "--lr", "0.1"]
+    assert port(repository, "--out", out, *options)[0] == 0
+    assert [code for code, _ in told] == [2, 2]
+    assert "Another call of" in told[0][1]
+    assert port(repository, "--out", out, *options)[0] == 0  # it did not stay locked
+
+
+def test_a_folder_has_nothing_of_an_earlier_call(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is there is about what was asked for last."""
+    out = tmp_path / "out"
+
+    def ended(arguments: Any, **options: Any) -> Finished:
+        if arguments[0] != "compile":
+            return Finished(0, json.dumps(EQUAL), "")
+        Path(arguments[arguments.index("--out") + 1]).write_text("page")
+        return Finished(0, json.dumps(COMPILED), "")
+
+    monkeypatch.setattr(runs, "run_command", ended)
+    port(repository, "--out", out, "--run", "--", "--lr", "0.1")
+    assert "compile.html" in json.loads((out / "report.json").read_text())["files"]
+    assert (out / "compile.html").is_file()
+    _, text = port(repository, "--out", out, "--json", "--", "--lr", "0.2")
+    assert "compile.html" not in json.loads(text)["files"]
+    assert not (out / "compile.html").exists()
+    other = tmp_path / "another"
+    other.mkdir()
+    (other / "library.py").write_text("ONE = 1\n")
+    port(other, "--out", out, "--json")
+    left = {path.name for path in out.iterdir()} - {"work", ".report.lock"}
+    assert left == set(json.loads((out / "report.json").read_text())["files"])
+
+
 def test_what_only_rounding_allows_is_said(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

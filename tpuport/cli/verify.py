@@ -47,6 +47,10 @@ Before = Annotated[
         help="A Python file that both runs execute before the script, as `__before__`.",
     ),
 ]
+Original = Annotated[
+    Path | None,
+    typer.Option(exists=True, file_okay=False, hidden=True, help="What this folder is a copy of."),
+]
 Minutes = Annotated[
     float | None,
     typer.Option(
@@ -81,6 +85,7 @@ def verify(
     run_option: options.RunOptions = None,
     before: Before = None,
     minutes: Minutes = None,
+    original: Original = None,
     out: Out = None,
     report: options.ReportFile = None,
     as_json: options.AsJson = False,
@@ -99,7 +104,10 @@ def verify(
         from tpuport.verify.report import verify as verify_script
 
         options.check_report_name(report)
-        what = VerifiedScript(script, args or (), steps, seed, plain, run_option or (), before)
+        what = VerifiedScript(
+            *(script, args or (), steps, seed, plain, run_option or (), before),
+            original=original,
+        )
         say(f"tpuport verify: running {script} twice")
         found = verify_script(
             *(what, out or Path(f"verify-{script.stem}"), Limits(rtol, drift)),

@@ -11,6 +11,7 @@ It is no sandbox: code that wants to get around it can.
 
 import builtins
 import contextlib
+import functools
 import gzip
 import hashlib
 import importlib
@@ -228,6 +229,7 @@ def stand_in_for_archives(seen: SeenRun) -> None:
     """Make `gzip.open` find characters where there is no file, such as the one of enwik8."""
     real = gzip.open
 
+    @functools.wraps(real)
     def open_(filename: Any, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         is_path = isinstance(filename, (str, os.PathLike))
         if not is_path or not mode.startswith("r") or os.path.exists(filename):
@@ -257,12 +259,14 @@ def stand_in_for_files(seen: SeenRun) -> None:
                 filename = seen.made(filename, make_numbers(dtype, count))
             return real_map.__new__(cls, filename, dtype, mode, *args, **kwargs)
 
+    @functools.wraps(real_file)
     def fromfile(file: Any, dtype: Any = float, count: int = -1, *args: Any, **kwargs: Any) -> Any:
         wanted = _NUMBERS if count < 0 else count
         return real_file(
             seen.made(file, make_numbers(dtype, wanted)), dtype, count, *args, **kwargs
         )
 
+    @functools.wraps(real_open)
     def open_(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode in ("r", "rt") and isinstance(file, (str, os.PathLike)) and _is_text(file):
             file = seen.made(file, make_text)
@@ -283,6 +287,7 @@ def stand_in_for_torchvision(seen: SeenRun) -> None:
 
     folder_init = datasets.DatasetFolder.__init__
 
+    @functools.wraps(folder_init)
     def init(self: Any, root: Any, *args: Any, **kwargs: Any) -> None:
         folder_init(self, seen.made(root, make_images), *args, **kwargs)
 
@@ -303,6 +308,7 @@ def _replace_small(seen: SeenRun, dataset: Any, shape: tuple[int, ...], classes:
 
     base, real = importlib.import_module("torchvision.datasets").VisionDataset, dataset.__init__
 
+    @functools.wraps(real)
     def init(self: Any, root: Any, train: bool = True, *args: Any, **kwargs: Any) -> None:
         if type(self) is not dataset:
             return real(self, root, train, *args, **kwargs)
@@ -335,6 +341,7 @@ def stand_in_for_diffusers(seen: SeenRun) -> None:
 
     real = AutoencoderKL.from_pretrained
 
+    @functools.wraps(real)
     def from_pretrained(name: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return real(name, *args, **kwargs)
@@ -351,6 +358,7 @@ def stand_in_for_terminal(seen: SeenRun) -> None:
     """Let a script that asks for the size of its terminal find one: a run has none."""
     real_size, real_popen = os.get_terminal_size, os.popen
 
+    @functools.wraps(real_size)
     def get_terminal_size(*args: Any) -> os.terminal_size:
         try:
             return real_size(*args)
@@ -361,6 +369,7 @@ def stand_in_for_terminal(seen: SeenRun) -> None:
         seen.note("terminal", "os.get_terminal_size()", _TERMINAL)
         return os.terminal_size((80, 24))
 
+    @functools.wraps(real_popen)
     def popen(cmd: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(cmd, str) and cmd.split() == ["stty", "size"] and not os.isatty(0):
             seen.note("terminal", cmd, _TERMINAL)
@@ -380,6 +389,7 @@ def turn_autocast_off(seen: SeenRun) -> None:
 
     real = autocast.__init__
 
+    @functools.wraps(real)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if args[2] if len(args) > 2 else kwargs.get("enabled", True):
             device = args[0] if args else kwargs.get("device_type")
@@ -397,6 +407,7 @@ def check_saved_files(seen: SeenRun) -> None:
     place: Any = torch
     real = place.save
 
+    @functools.wraps(real)
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         seen.check(f)
         real(obj, f, *args, **kwargs)
@@ -414,6 +425,7 @@ def load_in_one_process(seen: SeenRun) -> None:
     without = {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False}
     without |= {"timeout": 0, "multiprocessing_context": None}
 
+    @functools.wraps(real)
     def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("num_workers") or any(args[place - 1 : place]):
             seen.note("workers", "the processes of data loaders", "none")
@@ -432,6 +444,7 @@ def make_batches_smaller(seen: SeenRun, sizes: Sequence[int]) -> None:
     loader: Any = DataLoader
     real = loader.__init__
 
+    @functools.wraps(real)
     def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
         size = args[0] if args else kwargs.get("batch_size")
         if isinstance(size, int) and size in sizes and size > _SMALL_BATCH:
@@ -448,6 +461,7 @@ def send_no_run(seen: SeenRun) -> None:
     wandb: Any = importlib.import_module("wandb")
     real, mode = wandb.init, os.environ["WANDB_MODE"]
 
+    @functools.wraps(real)
     def init(*args: Any, **kwargs: Any) -> Any:
         return real(*args, **{**kwargs, "mode": mode})
 

@@ -7,6 +7,7 @@ calls modules inside. Then the method is the model.
 model is called that an optimizer trains. The call itself is not made.
 """
 
+import atexit
 import dis
 import inspect
 import json
@@ -14,7 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,6 +29,8 @@ SHARE = "captured.json"
 # What spreads a model over devices: the mesh does that.
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel"}
 _OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adafactor": "adafactor"}
+# What holds for the rest of the process that compiles.
+_REST = ExitStack()
 
 
 class _CapturedCall(SystemExit):
@@ -213,6 +216,7 @@ def program() -> dict[str, Any]:
     Raises:
         UsageError: the script ended before its model was called.
     """
+    from tpuport.compat.porting import porting
     from tpuport.compat.runner.run import RunTarget, run
 
     settings = json.loads(Path(os.environ[SETTINGS]).read_text())
@@ -222,6 +226,9 @@ def program() -> dict[str, Any]:
     with capture.installed():
         run(target, rewrite=False, quiet=True, ends_process=False, port_modules=False)
     place["SEEN"].stop()
+    # A forward that asks for CUDA (`x.cuda()`) is compiled in this process, after this function.
+    atexit.register(_REST.close)
+    _REST.enter_context(porting(port_modules=False))
     if capture.found is None:
         raise UsageError("The script ended before an optimizer's model was called.")
     share = Path(settings["folder"]) / SHARE

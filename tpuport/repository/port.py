@@ -1,10 +1,12 @@
 """`tpuport port`: all that can be said about a repository, in one folder."""
 
+import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
@@ -26,6 +28,8 @@ from tpuport.sharding.topology import find_topology
 
 # The slice of the launch files if nothing was compiled and none was asked for.
 _USUAL_SLICE = "v6e-8"
+# Locked while a call is at work; a folder with nothing else is no result of an earlier call.
+_LOCK = ".report.lock"
 
 
 def _arguments(wanted: PortRequest) -> list[Any]:
@@ -106,6 +110,37 @@ def port_repository(wanted: PortRequest, tell: Callable[[str], None]) -> Reposit
         raise UsageError(
             f"{wanted.out} cannot be written to ({error.strerror}). Name another folder with --out."
         ) from None
+    with _alone_in(wanted.out):
+        return _take_through(wanted, project, tell)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Keep other calls out of a folder for results: each would delete the copy the other runs in.
+
+    The lock ends with this process, however it ends.
+
+    Raises:
+        UsageError: another call is at work there.
+    """
+    with (folder / _LOCK).open("w") as lock:
+        try:
+            import fcntl
+
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"Another call of `tpuport port` is at work in {folder}. Wait for its end, or name"
+                " another folder with --out."
+            ) from None
+        except (ImportError, OSError):  # a system, or a file system, without such locks
+            pass
+        yield
+
+
+def _take_through(
+    wanted: PortRequest, project: Repository, tell: Callable[[str], None]
+) -> RepositoryReport:
     known, digest = read_stages(wanted.out), project.digest()
     waiting = {n: StageRecord(n, NOT_ASKED, "read", "This was not reached.") for n in STAGES}
     report = RepositoryReport(
@@ -124,6 +159,11 @@ def port_repository(wanted: PortRequest, tell: Callable[[str], None]) -> Reposit
     report = replace(report, slice_name=fitting)
     needs_stack = bool(report.stages["fit"].result.get("needs_stack"))
     launched = _launched(project, fitting, unlimited_stack=needs_stack)
+    page = wanted.out / "compile.html"
+    if "compiled" in report.stages["fit"].result and page.is_file():
+        launched = {page.name: "memory and time on the slice", **launched}
+    else:  # one of an earlier call says nothing about what is asked now
+        page.unlink(missing_ok=True)
     report = replace(report, files={**report.files, **launched})
     report.save(wanted.out)
     return report
@@ -133,6 +173,8 @@ def _launched(project: Repository, slice_name: str, *, unlimited_stack: bool) ->
     """Write the files that start the script; return what each is for."""
     wanted, entry = project.wanted, project.entry
     if entry is None:
+        for name in _LAUNCH:  # of an earlier call
+            (wanted.out / name).unlink(missing_ok=True)
         return {}
     chosen = project.arguments
     written = write_launch_files(
@@ -140,6 +182,4 @@ def _launched(project: Repository, slice_name: str, *, unlimited_stack: bool) ->
         *(wanted.run_options, slice_name, chosen.blanks),
         unlimited_stack=unlimited_stack,
     )
-    compiled = {"compile.html": "memory and time on the slice"}
-    there = compiled if (wanted.out / "compile.html").is_file() else {}
-    return {**there, **{file: _LAUNCH[file] for file in written}}
+    return {file: _LAUNCH[file] for file in written}

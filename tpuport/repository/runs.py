@@ -198,7 +198,7 @@ def _compare(project: Repository, work: Workspace, command: Sequence[str]) -> Fi
     assert entry is not None
     left = max(1.0, wanted.rounding_minutes - (time.monotonic() - project.began) / 60)
     options = ["--out", str(work.folder / "verify"), "--before", str(work.before)]
-    options.append(f"--minutes={left:.2f}")
+    options += [f"--minutes={left:.2f}", f"--original={wanted.root}"]
     if "/" in entry.path:
         options.append(f"--run-option=--path={work.copy}")
     return run_command(

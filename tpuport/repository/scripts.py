@@ -7,13 +7,16 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 from tpuport.foundation.cuda_only import is_cuda_only
+from tpuport.repository.computed_imports import computed_names, modules_named
 from tpuport.repository.texts import read_text
 from tpuport.verify.imports import (
     imported_names,
     later_names,
+    own_modules,
     parse_file,
     reached,
     started_names,
@@ -102,6 +105,16 @@ class _Seen:
     imports: set[str] = field(default_factory=set)
     started: set[str] = field(default_factory=set)
     later: set[str] = field(default_factory=set)
+    # As the file has them first, then as the modules that they may be.
+    computed: set[str] = field(default_factory=set)
+
+
+class _SeenFiles(dict[Path, _Seen]):
+    """What each file of a repository shows, and which files an import in it is."""
+
+    def __init__(self, found: Mapping[Path, _Seen]) -> None:
+        super().__init__(found)
+        self.find = cache(own_modules)  # scripts import much the same
 
 
 def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
@@ -111,7 +124,7 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         root: The folder of the repository.
         files: Its Python files.
     """
-    seen = {path: one for path in files if (one := _read(path)) is not None}
+    seen = _read_all(root, files)
     launches = _launches(root)
     own = _own_names(root, files)
     found = []
@@ -121,6 +134,7 @@ def find_scripts(root: Path, files: Sequence[Path]) -> list[StartScript]:
         if not (one.has_main or started) or path.name == "setup.py":
             continue
         imported, modules = _reached(path, one.started, seen, root)
+        modules |= _may_reach(path, one.started | one.later, seen, root)
         one.trains |= any(seen[module].trains for module in modules)
         score, reasons = _score(name, one, started)
         script = StartScript(
@@ -156,10 +170,11 @@ def add_packages(
     imports = {name.rpartition(".")[0] for name in targets if "." in name}
     if not imports:
         return script
-    seen = {path: one for path in files if (one := _read(path)) is not None}
+    seen = _read_all(root, files)
     own = _own_names(root, files)
     names, modules = _reached(root / script.path, imports, seen, root)
     known = {root / name for name in script.modules}
+    modules |= _may_reach(root / script.path, imports, seen, root)
     trains = script.trains or any(seen[module].trains for module in modules)
     script = replace(script, trains=trains)
     names |= set(script.packages)
@@ -171,7 +186,7 @@ def _with_packages(
     imported: set[str],
     modules: set[Path],
     own: set[str],
-    seen: dict[Path, _Seen],
+    seen: _SeenFiles,
     root: Path,
 ) -> StartScript:
     start = root / script.path
@@ -187,18 +202,20 @@ def _with_packages(
     )
 
 
-def _imported_in_some_cases(modules: set[Path], seen: Mapping[Path, _Seen], root: Path) -> set[str]:
+def _imported_in_some_cases(modules: set[Path], seen: _SeenFiles, root: Path) -> set[str]:
     """Return all that modules may import, also through what they import in some cases only."""
 
     def imports_of(path: Path) -> set[str]:
         one = seen.get(path)
-        return one.imports | one.started | one.later if one is not None else set()
+        if one is None:
+            return set()
+        return one.imports | one.started | one.later | one.computed
 
     found: set[str] = set()
     done: set[Path] = set()
     for module in modules:
         if module not in done:
-            names, through = reached(module, imports_of(module), imports_of, root)
+            names, through = reached(module, imports_of(module), imports_of, root, seen.find)
             found |= names
             done |= through
     return found
@@ -227,6 +244,14 @@ def _score(name: str, seen: _Seen, started: Sequence[Launch]) -> tuple[int, tupl
     return sum(points.values()) - 4 * helper, tuple(why for why, n in points.items() if n)
 
 
+def _read_all(root: Path, files: Sequence[Path]) -> _SeenFiles:
+    """Return what each file shows that can be parsed."""
+    seen = _SeenFiles({path: one for path in files if (one := _read(path)) is not None})
+    for path, one in seen.items():
+        one.computed = modules_named(one.computed, path, root, seen)
+    return seen
+
+
 def _read(path: Path) -> _Seen | None:
     """Return what a file shows, or None if it cannot be parsed."""
     tree = parse_file(path)
@@ -247,6 +272,7 @@ def _read(path: Path) -> _Seen | None:
                 seen.has_main = seen.hydra = True
     seen.imports, seen.later = imported_names(tree.body), later_names(tree)
     seen.started = started_names(tree)
+    seen.computed = computed_names(tree)
     # A script like nanoGPT's has no main part: it runs from its first line to its last.
     loops = any(isinstance(node, (ast.While, ast.For)) for node in tree.body)
     seen.has_main |= loops and seen.trains
@@ -268,15 +294,33 @@ def _required(args: Sequence[ast.expr], keywords: Sequence[ast.keyword]) -> list
 
 
 def _reached(
-    start: Path, imports: set[str], seen: dict[Path, _Seen], root: Path
+    start: Path, imports: set[str], seen: _SeenFiles, root: Path
 ) -> tuple[set[str], set[Path]]:
     """Return what a script imports, also through others: names, and modules beside it."""
 
     def imports_of(path: Path) -> set[str]:
         return seen[path].imports if path in seen else set()
 
-    packages, modules = reached(start, imports, imports_of, root)
+    packages, modules = reached(start, imports, imports_of, root, seen.find)
     return packages, modules & seen.keys()
+
+
+def _may_reach(start: Path, names: set[str], seen: _SeenFiles, root: Path) -> set[Path]:
+    """Return the modules that a script may import, by names that it and they compute as well.
+
+    Args:
+        start: The script.
+        names: What it imports, in some cases only as well.
+        seen: What is known of each file.
+        root: The folder of the repository.
+    """
+
+    def imports_of(path: Path) -> set[str]:
+        one = seen.get(path)
+        return set() if one is None else one.imports | one.computed
+
+    found = reached(start, names | imports_of(start), imports_of, root, seen.find)[1]
+    return found & seen.keys()
 
 
 def _packages(names: Iterable[str]) -> set[str]:

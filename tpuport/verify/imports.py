@@ -90,7 +90,11 @@ def later_names(tree: ast.Module) -> set[str]:
 
 
 def reached(
-    start: Path, imports: set[str], imports_of: Callable[[Path], set[str]], root: Path
+    start: Path,
+    imports: set[str],
+    imports_of: Callable[[Path], set[str]],
+    root: Path,
+    find: Callable[[str, Path, Path], set[Path]] | None = None,
 ) -> tuple[set[str], set[Path]]:
     """Return what a script imports, also through others: dotted names, and modules beside it.
 
@@ -99,12 +103,14 @@ def reached(
         imports: What it imports itself.
         imports_of: Returns that of another module.
         root: The folder of the repository.
+        find: What to call in place of `own_modules`, such as one that remembers.
     """
+    find = find or own_modules
     waiting, done, found = [(start, imports)], {start}, set()
     while waiting:
         path, names = waiting.pop()
         for name in names:
-            targets = own_modules(name, path, root)
+            targets = find(name, path, root)
             is_of_module = name.rpartition(".")[0] in names
             if not targets and not name.startswith("."):
                 found |= set() if is_of_module else {name}

@@ -14,6 +14,7 @@ from typing import Any
 
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.guarded import run_guarded
+from tpuport.verify.working_copy import find_links, put_back
 
 EAGER, PORTED = "eager", "ported"
 # Eager PyTorch again, with what rounding could add to the gradients.
@@ -52,6 +53,9 @@ class VerifiedScript:
         before: A Python file that each run executes before the script, under the name
             `__before__`, with the folder of the run as `FOLDER`.
         environment: Variables for all runs.
+        original: The folder that the current one is a copy of, in which nobody else works: after
+            each run, what it wrote there is moved away, whoever wrote it, and what it changed or
+            deleted is copied again. None to leave what is not known to be the script's.
     """
 
     script: Path
@@ -62,6 +66,7 @@ class VerifiedScript:
     options: Sequence[str] = ()
     before: Path | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    original: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,7 @@ def run(
     roots = _roots([Path.cwd(), script.parent])
     before = _files(roots, out.resolve())
     folders = _folders(roots, out.resolve())
+    links = find_links(roots, _SKIPPED)
     command = [*_command(what, side, script), str(recorder), str(file), str(what.script)]
     started = time.monotonic()
     with (folder / "output.txt").open("w+b") as output:
@@ -175,10 +181,16 @@ def run(
     took = time.monotonic() - started
     written = written_paths(folder / WRITTEN)
     after = _files(roots, out.resolve())
+    if what.original is not None:
+        # Nobody else writes there: what is new is the script's, or of a process that it started.
+        written |= {*after, *_folders(roots, out.resolve())}
     changed, left = _gather(roots, before, after, written, folder / "files")
     for made in sorted(_folders(roots, out.resolve()) - folders, reverse=True):
         if made in written and not any(made.iterdir()):
             made.rmdir()
+    if what.original is not None:
+        put_back(before, folders, links, what.original)
+        changed = ()
     return FinishedRun(folder, status, changed, left, took)
 
 
