@@ -25,7 +25,32 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, (TracedTensor, *sym_numbers.SYMBOLIC))
 
 
-class RangeSource:
+class _CountedByPython:
+    """What a loop does whose rounds Python counts."""
+
+    @property
+    def begins_ended(self) -> jax.Array:
+        """Return whether there is no round."""
+        return jnp.bool_(False)
+
+    def index(self, number: jax.Array, rounds: int) -> NumberNode:
+        """Return the number of a round, counted from those that are alike."""
+        return NumberNode(number, int, 0, rounds - 1)
+
+    def ends(self, number: jax.Array, is_last: jax.Array) -> jax.Array:
+        """Return whether the loop ends after a round."""
+        del number
+        return is_last
+
+    def ran(self, rounds: NumberNode) -> NumberNode:
+        """Return how many rounds there were, of which the loop has counted so many."""
+        return rounds
+
+    def check(self) -> None:
+        """Raise if the rounds do what a scan cannot."""
+
+
+class RangeSource(_CountedByPython):
     """`for number in numbers: operands = body(number, *operands)`.
 
     If it `stops`, the body returns before the operands whether the loop ends after this round, and
@@ -42,11 +67,6 @@ class RangeSource:
     def may_end(self) -> bool:
         """Return whether a traced value may end the loop before its last round."""
         return self.stops
-
-    @property
-    def begins_ended(self) -> jax.Array:
-        """Return whether there is no round."""
-        return jnp.bool_(False)
 
     @property
     def is_long(self) -> bool:
@@ -81,22 +101,6 @@ class RangeSource:
         del arrays
         start = self.numbers.start + peel * self.numbers.step
         return sym_numbers.from_node(along(index, start, self.numbers.step))
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-
-    def index(self, number: jax.Array, rounds: int) -> NumberNode:
-        """Return the number of a round, counted from those that are alike."""
-        return NumberNode(number, int, 0, rounds - 1)
-
-    def ends(self, number: jax.Array, is_last: jax.Array) -> jax.Array:
-        """Return whether the loop ends after a round."""
-        del number
-        return is_last
-
-    def ran(self, rounds: NumberNode) -> NumberNode:
-        """Return how many rounds there were, of which the loop has counted so many."""
-        return rounds
 
 
 class CountedSource(RangeSource):
@@ -216,7 +220,7 @@ class ItemsSource(RangeSource):
         self.watch.check()
 
 
-class WhileSource:
+class WhileSource(_CountedByPython):
     """`while test(*operands): operands = body(*operands)`, where Python knows what `test` says."""
 
     stops = tells = is_long = may_end = False
@@ -252,27 +256,6 @@ class WhileSource:
     def item(self, peel: int, index: NumberNode, arrays: list[jax.Array]) -> Any:
         """Return nothing: the body takes no item."""
         del peel, index, arrays
-
-    def check(self) -> None:
-        """Raise if the rounds do what a scan cannot."""
-
-    @property
-    def begins_ended(self) -> jax.Array:
-        """Return whether there is no round."""
-        return jnp.bool_(False)
-
-    def index(self, number: jax.Array, rounds: int) -> NumberNode:
-        """Return the number of a round, counted from those that are alike."""
-        return NumberNode(number, int, 0, rounds - 1)
-
-    def ends(self, number: jax.Array, is_last: jax.Array) -> jax.Array:
-        """Return whether the loop ends after a round."""
-        del number
-        return is_last
-
-    def ran(self, rounds: NumberNode) -> NumberNode:
-        """Return how many rounds there were, of which the loop has counted so many."""
-        return rounds
 
 
 Source = RangeSource | WhileSource
