@@ -3,7 +3,7 @@
 import queue
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,14 @@ from torch.utils import _python_dispatch
 
 import tpuport
 from tpuport.tracing.session import activate
+
+
+@pytest.fixture(autouse=True)
+def handler() -> Iterator[None]:
+    """Set Python's own handler: a shell ignores Ctrl-C for what it runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 class Net(nn.Module):
