@@ -45,15 +45,24 @@ class Case:
         return [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
 
 
-def ours(case: Case, options: AttentionOptions, shards: Shards | None = None) -> list[np.ndarray]:
+def ours(
+    case: Case,
+    options: AttentionOptions,
+    shards: Shards | None = None,
+    *,
+    dropout: float = 0.0,
+    key: jax.Array | None = None,
+) -> list[np.ndarray]:
     """Output and gradients of q, k, v by `attend`, jitted."""
 
-    def run(q: Any, k: Any, v: Any, mask: dict[str, Any], grad: Any) -> Any:
+    def run(q: Any, k: Any, v: Any, mask: dict[str, Any], grad: Any, key: Any) -> Any:
         def attention(q: Any, k: Any, v: Any) -> Any:
             return attend(
                 *(q, k, v, Mask(**{**case.mask, **mask})),
                 scale=case.scale,
                 softcap=case.softcap,
+                dropout=dropout,
+                key=key,
                 options=options,
                 shards=shards,
             )
@@ -64,7 +73,7 @@ def ours(case: Case, options: AttentionOptions, shards: Shards | None = None) ->
     # Arrays of the mask are arguments, as they are in a model; numpy's are known while tracing.
     traced = {name: value for name, value in case.mask.items() if isinstance(value, jax.Array)}
     q, k, v, grad = (jnp.asarray(x, case.dtype) for x in case.arrays())
-    found = jax.jit(run)(q, k, v, traced, grad)
+    found = jax.jit(run)(q, k, v, traced, grad, key)
     assert {x.dtype.name for x in found} == {case.dtype}
     return [np.asarray(x, np.float32) for x in found]
 

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.attention.cases import BLOCKWISE, CASES, FULL, SMALL, Case
+from tests.attention.cases import BLOCKWISE, CASES, FULL, SMALL, Case, ours
 from tests.attention.test_kernels import RTOL, RTOL_BF16, assert_equal
 from tests.attention.test_sharded import shards
-from tpuport.kernels.attention import AttentionOptions, Mask, Shards, attend, flash, random_bits
+from tpuport.kernels.attention import AttentionOptions, Shards, attend, flash, random_bits
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::tpuport.kernels.attention.dispatch.AttentionWarning"
@@ -22,28 +22,9 @@ FLASH = AttentionOptions(interpret=True, blocks=SMALL)
 RATE = 0.3
 
 
-def dropped(
-    case: Case, options: AttentionOptions, where: Shards | None = None, rate: float = RATE
-) -> list[np.ndarray]:
+def dropped(case: Case, options: AttentionOptions, where: Shards | None = None) -> list[np.ndarray]:
     """Output and gradients of q, k, v with dropout, jitted."""
-
-    def run(q: Any, k: Any, v: Any, grad: Any, key: Any) -> Any:
-        def attention(q: Any, k: Any, v: Any) -> Any:
-            return attend(
-                *(q, k, v, Mask(**case.mask)),
-                scale=case.scale,
-                softcap=case.softcap,
-                dropout=rate,
-                key=key,
-                options=options,
-                shards=where,
-            )
-
-        out, pull = jax.vjp(attention, q, k, v)
-        return out, *pull(grad)
-
-    arrays = (jnp.asarray(x, case.dtype) for x in case.arrays())
-    return [np.asarray(x, np.float32) for x in jax.jit(run)(*arrays, jax.random.key(5))]
+    return ours(case, options, where, dropout=RATE, key=jax.random.key(5))
 
 
 @functools.cache
@@ -126,6 +107,7 @@ def test_keys_may_be_mapped():
         return jax.vmap(gradient)(keys)
 
     found, wanted = (jax.jit(outs, static_argnums=1)(keys, o) for o in (FLASH, FULL))
+    # Gradients of a sum over all results, which the kernel adds up in blocks.
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     for_tpu = AttentionOptions(platform="tpu", chip="v6e")
     traced = jax.jit(outs, static_argnums=1).trace(keys, for_tpu)
