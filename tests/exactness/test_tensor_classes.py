@@ -269,7 +269,7 @@ class Operating(torch.Tensor):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Sized, "'shape' is another"),
+        (Sized, "'shape' differs"),
         (Writer, "defines 'write'"),
         (Keeping, "keep uses '_storage'"),
         (Operating, "takes torch's operations"),

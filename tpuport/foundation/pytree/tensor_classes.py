@@ -7,7 +7,10 @@ import torch
 
 
 class OfClass:
-    """A base class of traced tensors that are of a class of the user's."""
+    """A base class of traced tensors that are of a class of the user's.
+
+    It is no `abc.ABC`: tensors have a metaclass of their own.
+    """
 
     def _class_seen_by_code(self) -> type[torch.Tensor]:
         """Return the class that user code sees."""

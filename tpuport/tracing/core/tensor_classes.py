@@ -162,7 +162,7 @@ def adopt(core: TracedTensor, kind: type[torch.Tensor]) -> TracedTensor:
     with torch._C.DisableTorchFunctionSubclass():
         for name in _ASKED:
             if getattr(made, name) != getattr(core, name):
-                raise refused(kind, f"whose {name!r} is another than torch's")
+                raise refused(kind, f"whose {name!r} differs from torch's")
     return made
 
 
