@@ -46,7 +46,7 @@ def gradients(chip: str, *, by_kernel: bool) -> Any:
         return attention(q, k, v, dropout=RATE, dropout_key=typed)
 
     def run(q: Any, k: Any, v: Any, key: Any, grad: Any) -> Any:
-        out, pull = jax.vjp(lambda *given: one(given[0], given[1], given[2], key), q, k, v)
+        out, pull = jax.vjp(lambda q, k, v: one(q, k, v, key), q, k, v)
         return out, pull(grad)
 
     return run
