@@ -45,4 +45,8 @@ def test_gradients_of_complex_weights_arguments_and_results(order: int):
     """They were those of jax, with the other sign in imaginary parts; complex results had none."""
     with tpuport.porting():
         ours = _trained("cuda", order)
-    torch.testing.assert_close(ours, _trained("cpu", order), rtol=2e-3, atol=2e-4)
+    theirs = _trained("cpu", order)
+    assert len(ours) == len(theirs)
+    for have, want in zip(ours, theirs, strict=True):
+        # Of the largest one: squares of gradients are of very different sizes.
+        assert (have - want).abs().max() <= 2e-6 * want.abs().max()
