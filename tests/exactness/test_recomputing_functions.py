@@ -306,6 +306,21 @@ def test_a_reversible_layer_draws_the_same_numbers_in_its_backward():
     assert any(one.path.startswith("grad.blocks.0.f") for one in ported.report.parity)
 
 
+def test_a_reversible_layer_behind_no_parameter_has_eagers_gradients():
+    class First(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([_ReversibleBlock()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return _ReversibleFunction.apply(x, self.blocks)
+
+    torch.manual_seed(0)
+    ported = tpuport.convert(First().train())
+    ported.verify(normal(3, 4).requires_grad_())
+    assert any(one.path.startswith("grad.blocks.0.f") for one in ported.report.parity)
+
+
 @pytest.mark.parametrize("build", [Checkpointed, Reversible, Hooked])
 def test_training_steps_and_scripts_are_those_of_eager(build: type[nn.Module]):
     torch.manual_seed(0)

@@ -540,6 +540,37 @@ def test_memory_that_is_read_and_written(name: str):
         assert torch.equal(tpuport.to_torch(ported(x)), expected)
 
 
+# Eager goes through views with gaps in the order of memory: what it reads behind is overwritten.
+GAPPED = {
+    "right": lambda v: v[:, 1:].copy_(v[:, :-1]),
+    "down": lambda v: v[1:, :2].copy_(v[:-1, :2]),
+    "added": lambda v: v[:, 1:].add_(v[:, :-1]),
+    "of channels": lambda v: v.t()[1:, :2].copy_(v.t()[:-1, :2]),
+    "by more than it is long": lambda v: v[:, 2:].copy_(v[:, :2]),
+    "left": lambda v: v[:, :-1].copy_(v[:, 1:]),
+    "up": lambda v: v[:-1, :2].mul_(v[1:, :2]),
+    "odd from even": lambda v: v[:, 1::2].copy_(v[:, ::2]),
+    "from a copy": lambda v: v[:, 1:].copy_(v[:, :-1].clone()),
+    "in place": lambda v: v[:, 1:].mul_(v[:, 1:]),
+}
+
+
+@pytest.mark.parametrize("name", GAPPED)
+def test_a_shift_that_reads_what_it_overwrites_is_refused(name: str):
+    def run(x: torch.Tensor) -> torch.Tensor:
+        v = x * 1
+        GAPPED[name](v)
+        return v
+
+    x = torch.arange(16.0).view(4, 4) + 1
+    ported = tpuport.convert(run, verify=False)
+    if name in ("right", "down", "added", "of channels"):
+        with pytest.raises(PortError, match=r"TPU202(.|\n)*read from a copy"):
+            ported(x)
+    else:
+        assert torch.equal(tpuport.to_torch(ported(x)), run(x))
+
+
 @pytest.mark.parametrize("shape", [(5, 3), (0,)])
 def test_an_out_tensor_that_eager_would_resize_is_refused(shape: tuple[int, ...]):
     def model(x: torch.Tensor) -> torch.Tensor:

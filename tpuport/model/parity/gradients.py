@@ -93,16 +93,38 @@ def of_sums(
         p.grad = None
     try:
         with comparing_gradients():
+            # Without the other leaves autograd leaves out what leads to them alone, as the custom
+            # backward of a reversible layer does whose input is the user's.
+            others = _other_leaves(sums, set(trained.values()))
             made = torch.autograd.grad(
-                sums, list(trained.values()), allow_unused=True, retain_graph=keep
+                sums, [*trained.values(), *others], allow_unused=True, retain_graph=keep
             )
         # A custom backward may run `backward()`, which adds to `.grad`: reversible layers do.
         left = [p.grad for p in trained.values()]
     finally:
         for p, grad in zip(trained.values(), before, strict=True):
             p.grad = grad
-    given = ([g for g in pair if g is not None] for pair in zip(made, left, strict=True))
+    own = made[: len(trained)]
+    given = ([g for g in pair if g is not None] for pair in zip(own, left, strict=True))
     return {n: sum(some) if some else None for n, some in zip(trained, given, strict=True)}  # pyright: ignore[reportReturnType]
+
+
+def _other_leaves(
+    sums: Sequence[torch.Tensor], trained: Collection[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what `backward()` would give a gradient besides what is trained."""
+    found: dict[torch.Tensor, None] = {}
+    seen, queue = set(), [one.grad_fn for one in sums]
+    while queue:
+        node = queue.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and leaf not in trained:
+            found[leaf] = None
+        queue.extend(following for following, _ in node.next_functions)
+    return list(found)
 
 
 def of_port(

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
@@ -182,10 +184,7 @@ _ANYHOW = {"fill_", "masked_fill_", "index_fill_"}
 
 
 def _refuse_shared(func: Any, target: torch.Tensor, operands: list[Any], *, is_out: bool) -> None:
-    """Refuse a write to memory that an operand reads in another order, as eager does.
-
-    Eager looks at tensors without gaps only: `x[:, 1:] = x[:, :-1]` it copies element by element.
-    """
+    """Refuse a write to memory that an operand reads in another order, as eager does."""
     name = func._opname
     is_elementwise = name in ("copy_", "where") or is_pointwise(func)
     if name in _ANYHOW or not (name in _APART or is_elementwise):
@@ -219,12 +218,42 @@ def _is_fill(func: Any, args: tuple[Any, ...]) -> bool:
 def _check_apart(target: TracedTensor, operand: TracedTensor, *, may_be_one: bool) -> None:
     metas = meta_of(target), meta_of(operand)
     if not all(torch.ops.aten.is_non_overlapping_and_dense(meta) for meta in metas):
+        _refuse_shift(target, operand)
         return
     a, b = (torch.Tensor.storage_offset(one) for one in (target, operand))
     m, n = (meta.numel() for meta in metas)
     is_one = a == b and metas[0].stride() == metas[1].stride() and metas[0].shape == metas[1].shape
     if m and n and a < b + n and b < a + m and not (is_one and may_be_one):
         raise RuntimeError(_SHARED)
+
+
+def _refuse_shift(target: TracedTensor, operand: TracedTensor) -> None:
+    """Refuse `x[:, 1:] = x[:, :-1]`, for which eager has no defined result.
+
+    Eager does not look at tensors with gaps. It goes through memory in order, so what it reads
+    behind the place where it writes is by then overwritten; on a GPU, threads race for it. What is
+    read ahead (`x[:, :-1] = x[:, 1:]`) is still the old value.
+    """
+    metas = meta_of(target), meta_of(operand)
+    if metas[0].stride() != metas[1].stride() or metas[0].shape != metas[1].shape:
+        return
+    a, b = (torch.Tensor.storage_offset(one) for one in (target, operand))
+    if a > b and _share_elements(metas[0], int(a - b)):
+        raise port_error(
+            "an in-place write to a view reads elements of the same tensor that it overwrites, as"
+            " x[:, 1:] = x[:, :-1] does; in eager PyTorch the result depends on the order of the"
+            " elements in memory, and on the device",
+            code="TPU202",
+            remedy="read from a copy: x[:, 1:] = x[:, :-1].clone()",
+        )
+
+
+def _share_elements(meta: torch.Tensor, shift: int) -> bool:
+    """Return whether a view shares elements with the one that lies `shift` elements further."""
+    # Only addresses are compared; no element of either view is read.
+    memory, strides = np.empty(shift + 1, np.uint8), meta.stride()
+    first, second = (as_strided(memory[at:], meta.shape, strides) for at in (0, shift))
+    return np.shares_memory(first, second)
 
 
 def _write_one(target: torch.Tensor, new: Any, flow: Flow, *, is_out: bool) -> None:
