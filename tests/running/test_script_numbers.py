@@ -74,3 +74,30 @@ def test_a_number_that_only_values_depend_on_is_an_input():
             net(torch.ones(2, device="cuda"))
         (program,) = programs()
         assert len(program.report.retraces) == 2
+
+
+class Logged(nn.Module):
+    """Holds an object that changes before each call, as Lightning's modules hold their trainer."""
+
+    def __init__(self):
+        super().__init__()
+        self.trainer, self.linear = {"batch": "0"}, nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(x) * len(self.trainer["batch"])
+
+
+def test_a_module_that_a_script_changes_before_each_call_is_not_compiled_for_each():
+    def called(device):
+        torch.manual_seed(0)
+        net, found = Logged().to(device), []
+        for index in range(10):
+            net.trainer["batch"] = str(index**4)
+            found.append(net(torch.ones(1, 2, device=device)).sum().item())
+        return found, net
+
+    expected, _ = called("cpu")
+    with tpuport.porting() as settings, pytest.warns(PortWarning, match="'trainer' .*last 6 calls"):
+        found, _ = called("cuda")
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert settings.calls.traces < 8

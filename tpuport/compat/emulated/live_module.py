@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, view_of
-from tpuport.compat.emulated.script_numbers import ScriptNumbers
+from tpuport.compat.emulated.script_numbers import NewStructures, ScriptNumbers
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, PortError, TpuportError
@@ -69,7 +69,7 @@ class LiveModel(PortedModel):
         self._wanted: gradients.Wanted | None = None
         self._saved_inputs: dict[Any, tuple[frozenset[str], frozenset[int]]] = {}
         self._compared: gradients.DifferentiatedCall | None = None
-        self._script_numbers = ScriptNumbers()
+        self._script_numbers, self._structures = ScriptNumbers(), NewStructures()
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
         self._left = LeftTensors()
@@ -240,13 +240,16 @@ class LiveModel(PortedModel):
     def _set_frame(self, frame: Any) -> None:
         """Switch to the programs of this structure, old ones if it was seen before."""
         if frame == self._frame and self._frames[self._number][1] is self._outside_values:
+            self._structures.seen()
             return
         self._frame = frame
         for number, (known, outside) in self._frames.items():
             if known == frame and not outside.changed():
                 self._number = number
                 self._frames[number] = known, self._outside_values
+                self._structures.seen()
                 return
+        self._structures.new(self._state_changes)
         self._number += 1 + max(self._frames) - self._number
         self._frames[self._number] = frame, self._outside_values
 

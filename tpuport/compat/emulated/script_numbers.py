@@ -1,5 +1,6 @@
-"""Numbers on modules that a script changes between calls: `net.alpha = step / 1000`."""
+"""What a script changes on modules between calls: `net.alpha = step / 1000`, `net.mode = "b"`."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from tpuport.foundation.errors import PortError
@@ -48,3 +49,40 @@ class ScriptNumbers:
         for name in names:
             del values[name]
         return bool(names)
+
+
+_MOST_NEW_STRUCTURES = 6
+
+
+class NewStructures:
+    """Counts the calls in a row before each of which a script made another structure.
+
+    Lightning's trainer, which its modules refer to, counts batches: another program for each call
+    would take longer than a program for each submodule.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def seen(self) -> None:
+        """Note that a call has a structure for which there may be a program."""
+        self._count = 0
+
+    def new(self, changed: Iterable[str]) -> None:
+        """Note that a call has a structure that no call had.
+
+        Args:
+            changed: the names of what differs from the call before.
+
+        Raises:
+            PortError: it is one of too many in a row.
+        """
+        self._count += 1
+        if self._count >= _MOST_NEW_STRUCTURES:
+            names = ", ".join(map(repr, list(changed)[:3]))
+            raise PortError(
+                f"the Python attributes {names} were changed before each of the last"
+                f" {self._count} calls, so each call is compiled again",
+                code="TPU405",
+                remedy="pass what changes as an argument, or keep it outside of the module",
+            )

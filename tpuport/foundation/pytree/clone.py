@@ -40,6 +40,7 @@ _SHARED = (
     types.GeneratorType,
 )
 _BUILT_IN = frozenset({dict, OrderedDict, set, list})
+_PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
 # What a local function may keep its modules in.
 _CONTAINERS = frozenset({dict, list, tuple})
 # Objects of these packages are shared; a generator of `random` and an event are copied.
@@ -60,11 +61,13 @@ class Cloner:
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
         self._cells: list[types.CellType] = []
+        self._root: Any = None
         # The copies of containers that local functions refer to, and what they held at first.
         self.closed: list[tuple[Any, Children]] = []
 
     def clone(self, value: Any) -> Any:
         """Return the copy of a value; the same copy each time."""
+        self._root = value
         made = self._clone(value)
         # Only now are all the copies there that local functions may refer to.
         while self._cells:
@@ -76,6 +79,8 @@ class Cloner:
         kind = type(value)
         if kind in ATOMIC:
             return self._function(value) if kind is types.FunctionType else value
+        if kind in _PROXIES:
+            return self._proxy(value)
         # First, for speed: these are the most frequent, and no test below holds for them.
         if kind in _BUILT_IN or isinstance(value, torch.nn.Module):
             known = self.memo.get(id(value))
@@ -139,10 +144,7 @@ class Cloner:
         if isinstance(value, _SHARED):
             return value
         if isinstance(value, weakref.ref):
-            # Recurrent layers keep weak references to their weights, to notice that one changed.
-            referent = value()
-            is_tensor = isinstance(referent, torch.Tensor)
-            return weakref.ref(self._clone(referent)) if is_tensor else value
+            return self._weak(value)
         known = self.memo.get(id(value))
         if known is not None:
             return known
@@ -162,6 +164,44 @@ class Cloner:
                 return value
             return rebuilt(content, self._clone, lambda made: self.memo.update({id(value): made}))
         return self._object(value)
+
+    def _weak(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
+        """Return a weak reference to the copy; to the value itself if the copy does not keep it.
+
+        Children refer to their parents so, and recurrent layers to their weights, to notice that
+        one changed.
+        """
+        referent = value()
+        if type(value) is not weakref.ref or not self._is_kept(referent):
+            return value
+        return weakref.ref(self._clone(referent))
+
+    def _proxy(self, value: Any) -> Any:
+        """Return a weak proxy of the copy; a copy if no other copy refers to it.
+
+        Lightning's optimizers refer to their strategy so.
+        """
+        known = self.memo.get(id(value))
+        if known is not None:
+            return known
+        self.keep.append(value)
+        try:
+            referent = value.__repr__.__self__  # a proxy hands on what it is asked for
+        except ReferenceError:
+            return value
+        kept = self._is_kept(referent)
+        made = self._clone(referent)
+        self.memo[id(value)] = weakref.proxy(made) if kept and made is not referent else made
+        return self.memo[id(value)]
+
+    def _is_kept(self, value: Any) -> bool:
+        """Return whether the copy of what is being copied refers to the copy of a value."""
+        if id(value) in self.memo or isinstance(value, torch.Tensor):
+            return True
+        root = self._root
+        if not (isinstance(value, torch.nn.Module) and isinstance(root, torch.nn.Module)):
+            return False
+        return any(value is one for one in torch.nn.Module.modules(root))
 
     def _handle(self, value: RemovableHandle) -> RemovableHandle:
         """Return a handle that removes from the copy the hook that `value` removes."""

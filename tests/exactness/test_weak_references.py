@@ -1,0 +1,120 @@
+"""Modules that refer weakly to their parent, to a sibling or to what an object of theirs holds."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tests.exactness.scenario import normal
+
+X = normal(2, 3)
+
+
+class _Child(nn.Module):
+    def __init__(self, parent: nn.Module) -> None:
+        super().__init__()
+        self.linear, self.parent = nn.Linear(3, 3), weakref.ref(parent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parent: Any = self.parent()
+        parent.calls += 1
+        return self.linear(x) * parent.scale + parent.shift
+
+
+class Parent(nn.Module):
+    """Its child reads its weights, and counts in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.scale = 0, nn.Parameter(torch.full((3,), 2.0))
+        self.register_buffer("shift", torch.zeros(3))
+        self.child = _Child(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.shift += 1
+        return self.child(x)
+
+
+class _Reader(nn.Module):
+    def __init__(self, other: nn.Linear) -> None:
+        super().__init__()
+        self.other = weakref.ref(other)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other: Any = self.other()
+        return x @ other.weight
+
+
+class Siblings(nn.Module):
+    """The first part refers to the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        later = nn.Linear(3, 3)
+        self.first, self.later = _Reader(later), later
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.later(x)
+
+
+class _Strategy:
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.weights, self.optimizer = weights, _Optimizer(self)
+
+
+class _Optimizer:
+    def __init__(self, strategy: _Strategy) -> None:
+        self.strategy = weakref.proxy(strategy)
+
+
+class Proxied(nn.Module):
+    """Reaches a weight through an object of its own, by a proxy of another one, as Lightning's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.strategy = _Strategy([self.linear.weight])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) @ self.strategy.optimizer.strategy.weights[0]
+
+
+@pytest.mark.parametrize("build", [Parent, Siblings, Proxied])
+def test_convert_follows_weak_references(build: type[nn.Module]):
+    torch.manual_seed(0)
+    eager = build()
+    torch.manual_seed(0)
+    ported = tpuport.convert(build())
+    for _ in range(3):
+        assert torch.allclose(tpuport.to_torch(ported(X)), eager(X))
+    # The weights that it reads are those of `apply`.
+    for weight in eager.parameters():
+        weight.data *= 3
+    tripled = {name: 3 * value for name, value in ported.params.items()}
+    out, _ = ported.apply(tripled, ported.buffers, None, X)
+    assert torch.allclose(tpuport.to_torch(out), eager(X))
+
+
+@pytest.mark.parametrize("build", [Parent, Siblings, Proxied])
+def test_a_script_trains_modules_with_weak_references(build: type[nn.Module]):
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = build().to(device)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(X.to(device)).square().mean().backward()
+            optimizer.step()
+        return [torch.tensor(getattr(model, "calls", 0)), *map(_host, model.parameters())]
+
+    expected = trained("cpu")
+    with tpuport.porting():
+        found = trained("cuda")
+    assert all(torch.allclose(a, b, 1e-5, 1e-6) for a, b in zip(found, expected, strict=True))
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu()
