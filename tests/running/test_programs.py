@@ -669,3 +669,29 @@ def test_a_class_with_a_list_of_parameters_becomes_a_program():
         net(torch.ones(4, 3, device="cuda")).sum().backward()
     assert [report.model for report in run.report.programs] == ["Listed"]
     assert net.vars[1].grad is not None
+
+
+class Static(nn.Module):
+    @staticmethod
+    def forward(x):
+        return x * torch.sigmoid(x)
+
+
+class OfClass(nn.Module):
+    gain = 2.0
+
+    @classmethod
+    def forward(cls, x):
+        return x * cls.gain
+
+
+def test_forward_may_be_a_method_of_the_class_or_static():
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    torch.manual_seed(0)
+    expected = nn.Sequential(nn.Linear(3, 3), Static(), OfClass())(x)
+    with tpuport.porting():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), Static(), OfClass()).cuda()
+        assert torch.allclose(model(x.cuda()).cpu(), expected)
+        assert torch.allclose(Static.forward(x.cuda()).cpu(), Static.forward(x))
+        assert torch.allclose(OfClass().forward(x.cuda()).cpu(), OfClass.forward(x))

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -70,7 +71,9 @@ def _named_methods(cls: type) -> list[Replacement]:
     ways: dict[str, Any] = dict.fromkeys(sized_methods(cls), unrolled)
     ways |= dict.fromkeys(growing_methods(cls), programs.attempt)
     ways |= dict.fromkeys(programs.program_methods(settings, cls), programs.call)
-    if "forward" in vars(cls) and not cls.__module__.startswith(_LIBRARIES):
+    # A static method (YOLOX's SiLU) or one of the class is not given the module.
+    is_method = isinstance(vars(cls).get("forward"), FunctionType)
+    if is_method and not cls.__module__.startswith(_LIBRARIES):
         ways["forward"] = programs.call_forward
     return [Replacement(cls, n, _as_program(cls.__dict__[n], n, way)) for n, way in ways.items()]
 
