@@ -101,3 +101,20 @@ def test_a_module_that_a_script_changes_before_each_call_is_not_compiled_for_eac
         found, _ = called("cuda")
     assert found == pytest.approx(expected, rel=1e-5)
     assert settings.calls.traces < 8
+
+
+def test_a_module_without_weights_in_submodules_is_compiled_for_each_change():
+    class Bare(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mode, self.weight = "0", nn.Parameter(torch.ones(2))
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            return self.act(self.weight * x) * len(self.mode)
+
+    with tpuport.porting():
+        net = Bare().cuda()
+        for index in range(1, 9):
+            net.mode = "m" * index
+            assert net(torch.ones(2, device="cuda")).sum().item() == 2 * index

@@ -249,7 +249,7 @@ class LiveModel(PortedModel):
                 self._frames[number] = known, self._outside_values
                 self._structures.seen()
                 return
-        self._structures.new(self._state_changes)
+        self._structures.new(self._state_changes, self._user)
         self._number += 1 + max(self._frames) - self._number
         self._frames[self._number] = frame, self._outside_values
 

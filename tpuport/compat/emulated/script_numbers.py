@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.guards.module_changes import changed_numbers
 from tpuport.tracing.session.tracer import NEEDS_VALUE
@@ -68,21 +70,31 @@ class NewStructures:
         """Note that a call has a structure for which there may be a program."""
         self._count = 0
 
-    def new(self, changed: Iterable[str]) -> None:
+    def new(self, changed: Iterable[str], module: torch.nn.Module) -> None:
         """Note that a call has a structure that no call had.
 
         Args:
             changed: the names of what differs from the call before.
+            module: the module; in one whose submodules have no weights, nothing can be a program
+                instead.
 
         Raises:
             PortError: it is one of too many in a row.
         """
         self._count += 1
-        if self._count >= _MOST_NEW_STRUCTURES:
+        if self._count >= _MOST_NEW_STRUCTURES and _has_parts(module):
             names = ", ".join(map(repr, list(changed)[:3]))
             raise PortError(
                 f"the Python attributes {names} were changed before each of the last"
                 f" {self._count} calls, so each call is compiled again",
                 code="TPU405",
-                remedy="pass what changes as an argument, or keep it outside of the module",
+                remedy=(
+                    "keep what changes outside of the module, or put its layers into a submodule,"
+                    " which is a program of its own"
+                ),
             )
+
+
+def _has_parts(module: torch.nn.Module) -> bool:
+    parameters = torch.nn.Module.parameters
+    return any(next(parameters(child), None) is not None for child in module.children())
