@@ -4,6 +4,7 @@ Needs `playwright` (tpuport[browser]) and a Chromium that is installed: Debian's
 environment variable CHROMIUM names.
 """
 
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -111,11 +112,25 @@ def runs_page(tmp_path: Path) -> str:
     return out.read_text(encoding="utf-8")
 
 
+def measurement_page() -> str:
+    """A page of `tpuport doctor --measure` with hostile messages and all kinds of rows."""
+    from tests.measurement.results import HEALTHY, error, links, outcome
+    from tpuport.doctor.versions import TESTED
+    from tpuport.measurement.records import FailedJob
+    from tpuport.measurement.report import make_report
+
+    failed = (FailedJob(HOSTILE, HOSTILE, HOSTILE), FailedJob("kernel splash", HOSTILE, ""))
+    found = outcome(*HEALTHY, *links(8e10, 8e10, 1e9), error(HOSTILE, math.inf), troubles=failed)
+    versions = {**TESTED, "libtpu": "w" * 300}
+    return make_report(found, versions, has_tpu=True, measured_at=HOSTILE).to_html()
+
+
 PAGES: dict[str, Callable[[Path], str]] = {
     "port": lambda _: port_page(),
     "lint": lint_page,
     "demo": lambda _: to_page([PortReport(HOSTILE), PortReport("Other")]),
     "runs": runs_page,
+    "measurement": lambda _: measurement_page(),
     "report": lambda _: PortReport(HOSTILE).to_html(),
 }
 

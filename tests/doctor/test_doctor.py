@@ -228,7 +228,12 @@ def test_a_torchax_that_does_not_work(tmp_path: Path):
         ),
         (
             Answer("", "RuntimeError: Unable to initialize backend 'cuda': no such backend"),
-            "jax was told to use cuda and cannot",
+            "jax was told to use cuda and cannot: no such backend",
+            "unset JAX_PLATFORMS",
+        ),
+        (
+            Answer("", "AssertionError"),
+            "jax was told by JAX_PLATFORMS to use a platform of which no package is installed",
             "unset JAX_PLATFORMS",
         ),
         (
@@ -237,7 +242,7 @@ def test_a_torchax_that_does_not_work(tmp_path: Path):
             "JAX_PLATFORMS=cpu tpuport doctor",
         ),
     ],
-    ids=["hangs", "held", "cuda", "crash"],
+    ids=["hangs", "held", "cuda", "no plugin", "crash"],
 )
 def test_devices_that_jax_cannot_have(tmp_path: Path, devices: Answer, text: str, fix: str):
     assert not_ok(check(machine(tmp_path, devices=devices))) == [("problem", "devices", text, fix)]

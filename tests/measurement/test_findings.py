@@ -75,6 +75,33 @@ def test_a_libtpu_that_does_not_fit_is_told_apart():
     assert fix != f"pip install libtpu=={TESTED['libtpu']}"
 
 
+NO_TPU = (
+    "RuntimeError: Unable to initialize backend 'tpu': NOT_FOUND: TPU initialization failed: No"
+    " jellyfish device found. (set JAX_PLATFORMS='' to automatically choose an available backend)"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "fix"),
+    [
+        (NO_TPU, "this machine has no TPU, or none that this user may open", "ls -l /dev/accel*"),
+        (
+            "RuntimeError: Unable to initialize backend 'tpu': NOT_FOUND: GetPjrtApi not found in"
+            " /lib/libm.so.6 (set JAX_PLATFORMS='' to automatically choose an available backend)",
+            "GetPjrtApi not found in /lib/libm.so.6",
+            "unset TPU_LIBRARY_PATH",
+        ),
+        ("AssertionError: ", "of which no package is installed", "unset JAX_PLATFORMS"),
+    ],
+)
+def test_a_platform_that_jax_was_told_to_use_and_has_not(error: str, text: str, fix: str):
+    found = outcome(device=None, troubles=(FailedJob("devices", error, ""),))
+    ((status, topic, said, remedy),) = not_ok(found, has_tpu=False)
+    assert (status, topic) == ("problem", "devices")
+    assert said.endswith(text)
+    assert (remedy or "").startswith(fix)
+
+
 def test_what_fails_under_another_libtpu_is_blamed_on_it():
     trouble = FailedJob("kernel splash", "JaxRuntimeError: Mosaic failed to compile", "")
     first, second = not_ok(outcome(troubles=(trouble,)), libtpu="0.0.20")
@@ -96,11 +123,12 @@ def test_an_error_with_a_remedy_keeps_it():
 
 @pytest.mark.parametrize("value", [0.021, math.inf])
 def test_a_kernel_that_differs_is_a_problem_on_any_device(value: float):
+    words = "0.021" if math.isfinite(value) else "not a number"
     for device in (TPU, CPU):
         found = not_ok(outcome(error("kernel ring", value), device=device), has_tpu=device is TPU)
         (problem,) = (one for one in found if one[0] == "problem")
         assert problem[2].startswith("differs: kernel ring: ")
-        assert "where 0.02 is allowed" in problem[2]
+        assert f": {words} where 0.02 is allowed" in problem[2]
         assert "kernel='full'" in (problem[3] or "")
     assert not_ok(outcome(error("kernel ring", 0.02))) == []
 
@@ -205,6 +233,7 @@ def test_page_and_text_show_numbers_findings_and_the_way_on():
         assert "differs" in shown
         assert "1.4 TB/s" in shown
         assert "90.0% of the peak" in shown
+        assert "1.6 Pop/s" in shown
         assert "meaningless" not in shown
     assert "calibration=" in text
     for shown in (report_of(device=CPU).to_html(), str(report_of(device=CPU))):

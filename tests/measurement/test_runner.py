@@ -1,5 +1,6 @@
 """The process with the devices is watched: jobs that hang, die or are refused are told apart."""
 
+import json
 import os
 import sys
 import textwrap
@@ -178,3 +179,17 @@ def test_jobs_are_chosen_by_name():
     assert list(worker.chosen(jobs, ["b"])) == ["b"]
     with pytest.raises(UsageError, match="no such job here: expected one of a, b"):
         worker.chosen(jobs, ["c"])["c"]()
+
+
+def test_devices_that_jax_refuses_are_what_the_worker_says(monkeypatch: pytest.MonkeyPatch):
+    from tpuport.measurement import bench
+
+    def held() -> bench.Bench:
+        raise RuntimeError("The TPU is already in use")
+
+    read, write = os.pipe()
+    monkeypatch.setattr(bench, "this_bench", held)
+    monkeypatch.setattr(sys, "argv", ["worker", "--to", str(write)])
+    worker.main()
+    with os.fdopen(read) as said:
+        assert json.loads(said.read()) == {"refused": "RuntimeError: The TPU is already in use"}

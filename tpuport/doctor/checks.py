@@ -105,6 +105,12 @@ def explain_refusal(error: str) -> tuple[str, str]:
         error: The last line of the traceback.
     """
     kind, _, message = error.partition(": ")
+    if error.rstrip(": ") == "AssertionError":
+        # jax asserts that one of the platforms of JAX_PLATFORMS started.
+        return (
+            "jax was told by JAX_PLATFORMS to use a platform of which no package is installed",
+            "unset JAX_PLATFORMS",
+        )
     said = TpuUnavailable().explain(Raised((f"builtins.{kind}",), message))
     if said is None:
         return error, "JAX_PLATFORMS=cpu tpuport doctor"

@@ -99,7 +99,7 @@ def _blames_libtpu(error: str, explained: str) -> bool:
 
 def _error(result: Result) -> Check:
     limit = result.expected or 0.0
-    words = f"{result.name}: {fmt.number(result.value)} where {fmt.number(limit)} is allowed"
+    words = f"{result.name}: {shown(result.value, result)} where {fmt.number(limit)} is allowed"
     if result.value <= limit:
         return ok(result.job, words)
     fix = _OUR_FAULT
@@ -182,11 +182,12 @@ def _inverse(value: float | None) -> float | None:
 
 def rate(value: float) -> str:
     """Return a rate of bytes: `812 GB/s`."""
-    return _scaled(value, "B/s")
+    return scaled(value, "B/s")
 
 
-def _scaled(value: float, unit: str) -> str:
-    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+def scaled(value: float, unit: str) -> str:
+    """Return a rate with the prefix that fits: `1.6 Pop/s`."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.3g} {prefix}{unit}"
     return f"{value:.3g} {unit}"
@@ -195,9 +196,9 @@ def _scaled(value: float, unit: str) -> str:
 def shown(value: float, result: Result) -> str:
     """Return a number of a result in its unit."""
     if result.kind is Quantity.ERROR:
-        return fmt.number(value)
+        return fmt.number(value) if math.isfinite(value) else "not a number"
     if result.kind is Quantity.RATE:
-        return _scaled(value, result.unit)
+        return scaled(value, result.unit)
     for size, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
         if value >= size:
             return f"{value / size:.3g} {unit}"

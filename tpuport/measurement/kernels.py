@@ -126,7 +126,7 @@ def compare(check: KernelCheck, bench: Bench) -> Iterator[Result]:
     if check.strategy is not None:
         words += f" on {bench.device.count} devices"
     limit = LIMITS[check.dtype]
-    name = f"{check.name}" + (", bfloat16" if check.dtype == "bfloat16" else "")
+    name = check.name if check.dtype in check.name else f"{check.name}, {check.dtype}"
     yield Result(f"kernel {check.name}", name, Quantity.ERROR, errors[worst], "", limit, words)
 
 

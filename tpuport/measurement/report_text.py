@@ -10,7 +10,7 @@ from rich.text import Text
 from tpuport.cost.calibration import Calibration
 from tpuport.doctor.finding import Check, Status
 from tpuport.foundation.reporting.markup import visible
-from tpuport.measurement.judging import expectation, rate, shown
+from tpuport.measurement.judging import expectation, rate, scaled, shown
 from tpuport.measurement.records import Quantity, Result
 from tpuport.measurement.report import MeasureReport
 
@@ -42,9 +42,10 @@ def _sections(report: MeasureReport) -> Iterable[tuple[str, RenderableType]]:
 def _findings(findings: list[Check]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for one in findings:
-        grid.add_row(Text(one.status, style=_LOOKS[one.status]), one.topic, visible(one.text))
+        status = Text(one.status, style=_LOOKS[one.status])
+        grid.add_row(status, one.topic, Text(visible(one.text), overflow="fold"))
         if one.fix:
-            grid.add_row("", "", Text(visible(one.fix), style="dim"))
+            grid.add_row("", "", Text(visible(one.fix), style="dim", overflow="fold"))
     return grid
 
 
@@ -71,7 +72,7 @@ def calibration_lines(found: Calibration) -> list[str]:
     """Return the rates that `compile_for` would take, one a line."""
     rates = (
         ("products", found.dense_efficiency, "{:.1%} of the peak".format),
-        ("int8 products", found.int8_ops, lambda x: f"{x / 1e12:.3g} Top/s"),
+        ("int8 products", found.int8_ops, lambda x: scaled(x, "op/s")),
         ("memory", found.hbm_bandwidth, rate),
         ("a link, one way", found.ici_link_bandwidth, rate),
         ("kernels", found.kernel_factor, "{:.3g} times their schedules".format),

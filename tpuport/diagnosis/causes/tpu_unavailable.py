@@ -6,7 +6,9 @@ from tpuport.diagnosis.causes._cause import Cause, Explanation, Raised, Recorded
 
 _PROCESS = re.compile(r"already in use by process with pid (\d+)")
 _BACKEND = re.compile(r"Unable to initialize backend '(\w+)'")
+_REASON = re.compile(_BACKEND.pattern + r": (?:[A-Z_]+: )?(.*?)(?: \(set JAX_PLATFORMS|$)", re.S)
 _HELD = "The TPU is already in use", "libtpu.so already in use", "libtpu_lockfile"
+_CHOOSE = "or let jax choose: unset JAX_PLATFORMS"
 
 
 class TpuUnavailable(Cause):
@@ -33,6 +35,22 @@ class TpuUnavailable(Cause):
             "`JAX_PLATFORMS=tpu` without libtpu",
             "jax was told to use tpu and cannot: libtpu is not installed",
         ),
+        Recorded(
+            "builtins.RuntimeError",
+            "Unable to initialize backend 'tpu': NOT_FOUND: TPU initialization failed: No jellyfish"
+            " device found. (set JAX_PLATFORMS='' to automatically choose an available backend)",
+            "`JAX_PLATFORMS=tpu` on a machine without a TPU",
+            "jax was told to use tpu and cannot: this machine has no TPU, or none that this user"
+            " may open",
+        ),
+        Recorded(
+            "builtins.RuntimeError",
+            "Unable to initialize backend 'tpu': NOT_FOUND: GetPjrtApi not found in"
+            " /usr/lib/libm.so.6 (set JAX_PLATFORMS='' to automatically choose an available"
+            " backend)",
+            "`TPU_LIBRARY_PATH=/usr/lib/libm.so.6`",
+            "jax was told to use tpu and cannot: GetPjrtApi not found in /usr/lib/libm.so.6",
+        ),
     )
 
     def explain(self, raised: Raised) -> Explanation | None:
@@ -56,9 +74,27 @@ class TpuUnavailable(Cause):
         if name == "tpu" and raised.says("Failed to open libtpu.so"):
             return Explanation(
                 "jax was told to use tpu and cannot: libtpu is not installed",
-                ('pip install "tpuport[tpu]"', "or let jax choose: unset JAX_PLATFORMS"),
+                ('pip install "tpuport[tpu]"', _CHOOSE),
+            )
+        if name == "tpu" and raised.says("No jellyfish device found"):
+            return Explanation(
+                "jax was told to use tpu and cannot: this machine has no TPU, or none that this"
+                " user may open",
+                ("look for it: ls -l /dev/accel* /dev/vfio/*", _CHOOSE),
+            )
+        if name == "tpu" and raised.says("GetPjrtApi not found"):
+            return Explanation(
+                f"jax was told to use tpu and cannot: {_reason(raised)}",
+                ("let jax take the libtpu that is installed: unset TPU_LIBRARY_PATH", _CHOOSE),
             )
         return Explanation(
-            f"jax was told to use {name} and cannot",
+            f"jax was told to use {name} and cannot: {_reason(raised)}",
             ("list the devices with `tpuport doctor`, or let jax choose: unset JAX_PLATFORMS",),
         )
+
+
+def _reason(raised: Raised) -> str:
+    """Return jax's words on why a backend does not start, in one line."""
+    found = _REASON.search(raised.message)
+    words = " ".join(found.group(2).split()) if found else ""
+    return words.rstrip(".") or "no reason is given"
