@@ -1,9 +1,11 @@
 """The calls of the transformers that denoise: the differences between their classes."""
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpuport.foundation.errors import UsageError
@@ -82,6 +84,28 @@ def _upstream(
         )[0]
 
 
+Sigmas = Callable[[int], np.ndarray[Any, Any]]
+
+
+def even_sigmas(steps: int) -> np.ndarray[Any, Any]:
+    """Return sigmas from 1 to 1/steps."""
+    return np.linspace(1.0, 1 / steps, steps)
+
+
+def _of_mochi(steps: int) -> np.ndarray[Any, Any]:
+    """Return the sigmas of Mochi's pipeline: small even steps first, then growing ones."""
+    if steps < 2:
+        raise UsageError(
+            f"steps={steps}: expected at least 2 for Mochi, whose schedule has two parts"
+        )
+    module = importlib.import_module("diffusers.pipelines.mochi.pipeline_mochi")
+    return np.array(module.linear_quadratic_schedule(steps, _MOCHI_THRESHOLD))
+
+
+# As in diffusers' MochiPipeline.
+_MOCHI_THRESHOLD = 0.025
+
+
 @dataclass(frozen=True)
 class Network:
     """The facts about a class of transformers that denoising needs.
@@ -91,9 +115,9 @@ class Network:
         streams: The arguments of a block that it returns updated, in the order of its results.
         call: Function that calls the transformer.
         time_scale: Factor for timesteps of 0 to 1000.
-        shared: Conditions without a batch dim.
-        even_sigmas: Whether its pipeline passes sigmas from 1 to 1/steps, to be shifted, rather
-            than use the scheduler's own.
+        shared: Conditions that all rows share, which keep their dtype: coordinates.
+        sigmas: Function that returns the sigmas which its pipeline passes for a number of steps, to
+            be shifted; None for the scheduler's own.
     """
 
     blocks: str | None
@@ -101,7 +125,7 @@ class Network:
     call: Call = _by_name
     time_scale: float = 1.0
     shared: frozenset[str] = frozenset()
-    even_sigmas: bool = False
+    sigmas: Sigmas | None = None
 
 
 NETWORKS: dict[str, Network] = {
@@ -112,7 +136,14 @@ NETWORKS: dict[str, Network] = {
     "WanTransformer3DModel": Network("blocks"),
     # Tokens and coordinates come from the caller, prepared as in `FluxPipeline`.
     "FluxTransformer2DModel": Network(
-        None, time_scale=1e-3, shared=frozenset({"txt_ids", "img_ids"}), even_sigmas=True
+        None, time_scale=1e-3, shared=frozenset({"txt_ids", "img_ids"}), sigmas=even_sigmas
+    ),
+    # Packed tokens, and their coordinates in frames and pixels for all rows: (1, 3, tokens).
+    "LTXVideoTransformer3DModel": Network(
+        "transformer_blocks", shared=frozenset({"video_coords"}), sigmas=even_sigmas
+    ),
+    "MochiTransformer3DModel": Network(
+        "transformer_blocks", ("hidden_states", "encoder_hidden_states"), sigmas=_of_mochi
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Other transformers that denoise with the same loop: Wan, Flux.
+"""Other transformers that denoise with the same loop: Wan, Flux, LTX-Video, Mochi.
 
 diffusers' own pipelines encode the prompts and decode the latents. This module does the denoising
 between them, which takes most of the time.
@@ -190,9 +190,10 @@ def _schedule(
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)
     if flow.shift is not None:
         scheduler.set_shift(flow.shift)
-    if not NETWORKS[network].even_sigmas:
+    sigmas = NETWORKS[network].sigmas
+    if sigmas is None:
         return schedule_of(scheduler, num_inference_steps=flow.steps)
-    given: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / flow.steps, flow.steps)}
+    given: dict[str, Any] = {"sigmas": sigmas(flow.steps)}
     if scheduler.config.use_dynamic_shifting:
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         module = importlib.import_module("diffusers.pipelines.flux.pipeline_flux")

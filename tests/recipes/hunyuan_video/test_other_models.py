@@ -1,4 +1,4 @@
-"""Wan and Flux through the denoise loop, against their pipelines in eager PyTorch."""
+"""Wan, Flux, LTX-Video and Mochi in the denoise loop, against their pipelines in eager PyTorch."""
 
 import importlib
 from pathlib import Path
@@ -172,6 +172,112 @@ def test_flux_gives_what_its_pipeline_gives(flux: Path):
         denoise_latents(
             flux, latents.numpy(), _as_arrays(conditions), Flow(2, cache=StepCache("teacache"))
         )
+
+
+def masks(*counts: int) -> torch.Tensor:
+    """Which tokens of each prompt count."""
+    return (torch.arange(7) < torch.tensor(counts)[:, None]).long()
+
+
+def test_ltx_gives_what_its_pipeline_gives(tmp_path: Path):
+    """Packed tokens, coordinates that all rows share, masked prompts, a stretched schedule."""
+    diffusers: Any = importlib.import_module("diffusers")
+    torch.manual_seed(0)
+    diffusers.LTXVideoTransformer3DModel(
+        in_channels=8,
+        out_channels=8,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        cross_attention_dim=16,
+        caption_channels=16,
+        num_layers=2,
+    ).save_pretrained(tmp_path / "transformer")
+    config: dict[str, Any] = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
+    config |= {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
+    _scheduler(**config).save_pretrained(tmp_path / "scheduler")
+    frames, height, width = 3, 2, 4
+    latents = _random(2, frames * height * width, 8, seed=7)
+    with quietly():
+        pipe = diffusers.LTXPipeline(
+            scheduler=_scheduler(**config),
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            transformer=_read(tmp_path, "LTXVideoTransformer3DModel"),
+        )
+    pipe.set_progress_bar_config(disable=True)
+    given = {**PROMPTS, "encoder_attention_mask": masks(7, 4)}
+    given["negative_encoder_attention_mask"] = masks(2, 2)
+    wanted = pipe(
+        prompt_embeds=given["encoder_hidden_states"],
+        prompt_attention_mask=given["encoder_attention_mask"],
+        negative_prompt_embeds=given["negative_encoder_hidden_states"],
+        negative_prompt_attention_mask=given["negative_encoder_attention_mask"],
+        latents=latents.clone(),
+        height=32 * height,
+        width=32 * width,
+        num_frames=8 * (frames - 1) + 1,
+        num_inference_steps=STEPS,
+        guidance_scale=3.0,
+        output_type="latent",
+    ).frames
+    places = torch.meshgrid(
+        *(torch.arange(float(n)) for n in (frames, height, width)), indexing="ij"
+    )
+    scales = torch.tensor([8 / 25, 32.0, 32.0])[:, None]
+    given["video_coords"] = (torch.stack(places).flatten(1) * scales)[None]
+    flow = Flow(STEPS, 3.0, precision="float32")
+    found = denoise_latents(tmp_path, latents.numpy(), _as_arrays(given), flow)
+    assert relative(found, wanted) < 1e-4
+
+
+# Its pooling of prompts asks for an autocast to float32, which does nothing on a CPU.
+@pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
+def test_mochi_gives_what_its_pipeline_gives(tmp_path: Path):
+    """Sigmas that rise, in steps that grow; prompts of which only some tokens are attended to."""
+    diffusers: Any = importlib.import_module("diffusers")
+    torch.manual_seed(0)
+    diffusers.MochiTransformer3DModel(
+        patch_size=2,
+        num_attention_heads=2,
+        attention_head_dim=8,
+        num_layers=2,
+        pooled_projection_dim=16,
+        in_channels=4,
+        text_embed_dim=16,
+        time_embed_dim=4,
+        max_sequence_length=7,
+    ).save_pretrained(tmp_path / "transformer")
+    _scheduler(invert_sigmas=True).save_pretrained(tmp_path / "scheduler")
+    with quietly():
+        pipe = diffusers.MochiPipeline(
+            scheduler=_scheduler(invert_sigmas=True),
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            transformer=_read(tmp_path, "MochiTransformer3DModel"),
+        )
+    pipe.set_progress_bar_config(disable=True)
+    given = {**PROMPTS, "encoder_attention_mask": masks(7, 4).bool()}
+    given["negative_encoder_attention_mask"] = masks(2, 2).bool()
+    wanted = pipe(
+        prompt_embeds=given["encoder_hidden_states"],
+        prompt_attention_mask=given["encoder_attention_mask"],
+        negative_prompt_embeds=given["negative_encoder_hidden_states"],
+        negative_prompt_attention_mask=given["negative_encoder_attention_mask"],
+        latents=LATENTS.clone(),
+        height=64,
+        width=64,
+        num_frames=13,
+        num_inference_steps=STEPS,
+        guidance_scale=4.5,
+        output_type="latent",
+    ).frames
+    flow = Flow(STEPS, 4.5, precision="float32")
+    found = denoise_latents(tmp_path, LATENTS.numpy(), _as_arrays(given), flow)
+    assert relative(found, wanted) < 1e-4
+    with pytest.raises(UsageError, match="steps=1: expected at least 2 for Mochi"):
+        denoise_latents(tmp_path, LATENTS.numpy(), _as_arrays(given), Flow(1, 4.5))
 
 
 def _as_arrays(conditions: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
