@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from recipes.hunyuan_video.caching import StepCache, keeping, reusing
-from recipes.hunyuan_video.networks import flow_of
+from recipes.hunyuan_video.networks import flow_of, network_of
 from recipes.hunyuan_video.options import STRIDE, Options
 from recipes.hunyuan_video.spreading import Spread
 from tpuport.model.ported_model import PortedModel
@@ -33,7 +33,9 @@ def denoise_step(
     """Take one Euler step of the flow (diffusers, FlowMatchEulerDiscreteScheduler.step).
 
     Latents stay in float32 whatever the network computes in. With guidance, all conditions have the
-    rows of the negative prompt first.
+    rows of the negative prompt first. A network that predicts a velocity takes a step of DDIM: its
+    latents are (1 - sigma) of data and sigma of noise, scaled so that the squares of the two
+    factors add up to 1.
 
     Args:
         transformer: Of a class in `networks.NETWORKS`.
@@ -52,7 +54,19 @@ def denoise_step(
     if guidance > 1:
         without, with_prompt = flow.chunk(2)
         flow = without + guidance * (with_prompt - without)
+    if network_of(transformer).predicts == "velocity":
+        data, noise = _shares(sigma)
+        clean = data * latents - noise * flow.float()
+        added = noise * latents + data * flow.float()
+        data, noise = _shares(next_sigma)
+        return data * clean + noise * added
     return latents + (next_sigma - sigma) * flow.float()
+
+
+def _shares(sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the factors of data and noise at a sigma, whose squares add up to 1."""
+    length = torch.sqrt(sigma**2 + (1 - sigma) ** 2)
+    return (1 - sigma) / length, sigma / length
 
 
 def keeping_step(
@@ -201,6 +215,26 @@ def schedule_of(scheduler: Any, **wanted: Any) -> np.ndarray[Any, Any]:
     timesteps: Any = np.asarray(scheduler.timesteps)
     after = np.append(timesteps[1:], 0)
     return np.stack([timesteps, sigmas[:-1], after, sigmas[1:]], axis=1).astype(np.float32)
+
+
+def velocity_schedule(scheduler: Any, steps: int) -> np.ndarray[Any, Any]:
+    """Return what `schedule_of` does for DDIM.
+
+    Args:
+        scheduler: diffusers' `CogVideoXDDIMScheduler`.
+        steps: Denoising steps.
+    """
+    scheduler.set_timesteps(steps)
+    timesteps: Any = np.asarray(scheduler.timesteps)
+    before = timesteps - scheduler.config.num_train_timesteps // steps
+    kept = np.asarray(scheduler.alphas_cumprod, np.float64)
+    # Where no timestep is left, a share of the data that the scheduler knows.
+    last = float(scheduler.final_alpha_cumprod)
+    shares = kept[timesteps], np.where(before >= 0, kept[np.maximum(before, 0)], last)
+    data, noise = (np.sqrt([*map(part, shares)]) for part in (np.asarray, lambda x: 1 - x))
+    sigmas = noise / (data + noise)
+    after = np.append(timesteps[1:], 0)
+    return np.stack([timesteps, sigmas[0], after, sigmas[1]], axis=1).astype(np.float32)
 
 
 def make_noise(

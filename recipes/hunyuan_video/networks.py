@@ -84,6 +84,22 @@ def _upstream(
         )[0]
 
 
+def _cogvideo(
+    transformer: Any,
+    latents: torch.Tensor,
+    timestep: torch.Tensor,
+    following: torch.Tensor,
+    conditions: Tensors,
+) -> torch.Tensor:
+    """Call CogVideoX's class, whose larger models take rotary embeddings as a pair."""
+    given = dict(conditions)
+    pair = [given.pop(name) for name in _ROTARY if name in given]
+    if pair:
+        given["image_rotary_emb"] = tuple(pair)  # pyright: ignore[reportArgumentType]
+    return _by_name(transformer, latents, timestep, following, given)
+
+
+_ROTARY = ("rotary_cos", "rotary_sin")
 Sigmas = Callable[[int], np.ndarray[Any, Any]]
 
 
@@ -118,6 +134,7 @@ class Network:
         shared: Conditions that all rows share, which keep their dtype: coordinates.
         sigmas: Function that returns the sigmas which its pipeline passes for a number of steps, to
             be shifted; None for the scheduler's own.
+        predicts: "flow", or "velocity": what `v_prediction` is called in diffusers.
     """
 
     blocks: str | None
@@ -126,6 +143,7 @@ class Network:
     time_scale: float = 1.0
     shared: frozenset[str] = frozenset()
     sigmas: Sigmas | None = None
+    predicts: str = "flow"
 
 
 NETWORKS: dict[str, Network] = {
@@ -144,6 +162,13 @@ NETWORKS: dict[str, Network] = {
     ),
     "MochiTransformer3DModel": Network(
         "transformer_blocks", ("hidden_states", "encoder_hidden_states"), sigmas=_of_mochi
+    ),
+    "CogVideoXTransformer3DModel": Network(
+        "transformer_blocks",
+        ("hidden_states", "encoder_hidden_states"),
+        _cogvideo,
+        shared=frozenset(_ROTARY),
+        predicts="velocity",
     ),
 }
 

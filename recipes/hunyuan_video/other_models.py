@@ -1,4 +1,4 @@
-"""Other transformers that denoise with the same loop: Wan, Flux, LTX-Video, Mochi.
+"""Other transformers that denoise with the same loop: Wan, Flux, LTX-Video, Mochi, CogVideoX.
 
 diffusers' own pipelines encode the prompts and decode the latents. This module does the denoising
 between them, which takes most of the time.
@@ -26,7 +26,7 @@ from recipes.hunyuan_video.components import (
     read_json,
     renaming,
 )
-from recipes.hunyuan_video.denoise import STEPS, Denoiser, schedule_of
+from recipes.hunyuan_video.denoise import STEPS, Denoiser, schedule_of, velocity_schedule
 from recipes.hunyuan_video.networks import NETWORKS
 from recipes.quiet import quietly
 from tpuport.foundation.errors import UsageError
@@ -180,11 +180,21 @@ def _schedule(
     diffusers: Any = importlib.import_module("diffusers")
     path = folder / "scheduler" / "scheduler_config.json"
     config = read_json(path, "download the complete folder")
-    if config.get("prediction_type", "flow_prediction") != "flow_prediction":
+    predicts = NETWORKS[network].predicts
+    wanted = {"flow": "flow_prediction", "velocity": "v_prediction"}[predicts]
+    if config.get("prediction_type", "flow_prediction") != wanted:
+        said = config.get("prediction_type")
         raise UsageError(
-            f"{path}: prediction_type={config['prediction_type']!r}, expected a flow. What to do:"
-            " there is nothing to do, such a model takes other steps"
+            f"{path}: prediction_type={said!r}, expected a {predicts}. What to do: there"
+            " is nothing to do, such a model takes other steps"
         )
+    if predicts == "velocity":
+        if flow.shift is not None:
+            raise UsageError(
+                f"shift={flow.shift}: expected none for {network}, whose steps are DDIM's. What to"
+                " do: leave it out"
+            )
+        return velocity_schedule(diffusers.CogVideoXDDIMScheduler.from_config(config), flow.steps)
     if "flow_shift" in config:  # UniPC's name for it (Wan)
         config = {"shift": config["flow_shift"]}
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_config(config)

@@ -1,4 +1,6 @@
-"""Wan, Flux, LTX-Video and Mochi in the denoise loop, against their pipelines in eager PyTorch."""
+"""Wan, Flux, LTX-Video, Mochi and CogVideoX in the denoise loop, against their pipelines in eager
+PyTorch.
+"""
 
 import importlib
 from pathlib import Path
@@ -278,6 +280,66 @@ def test_mochi_gives_what_its_pipeline_gives(tmp_path: Path):
     assert relative(found, wanted) < 1e-4
     with pytest.raises(UsageError, match="steps=1: expected at least 2 for Mochi"):
         denoise_latents(tmp_path, LATENTS.numpy(), _as_arrays(given), Flow(1, 4.5))
+
+
+# Steps that divide the thousand of training, and some that do not.
+@pytest.mark.parametrize(("steps", "rotary"), [(4, True), (7, False)])
+def test_cogvideox_gives_what_its_pipeline_gives(steps: int, rotary: bool, tmp_path: Path):
+    """A velocity in place of a flow: DDIM's steps, from noise alone."""
+    diffusers: Any = importlib.import_module("diffusers")
+    torch.manual_seed(0)
+    diffusers.CogVideoXTransformer3DModel(
+        num_attention_heads=2,
+        attention_head_dim=16,
+        in_channels=4,
+        out_channels=4,
+        time_embed_dim=8,
+        text_embed_dim=16,
+        num_layers=2,
+        sample_width=8,
+        sample_height=8,
+        sample_frames=9,
+        patch_size=2,
+        max_text_seq_length=7,
+        use_rotary_positional_embeddings=rotary,
+    ).save_pretrained(tmp_path / "transformer")
+    config: dict[str, Any] = {"prediction_type": "v_prediction", "snr_shift_scale": 1.0}
+    config |= {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
+    scheduler = diffusers.CogVideoXDDIMScheduler(**config)
+    scheduler.save_pretrained(tmp_path / "scheduler")
+    with quietly():
+        pipe = diffusers.CogVideoXPipeline(
+            scheduler=scheduler,
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            transformer=_read(tmp_path, "CogVideoXTransformer3DModel"),
+        )
+    pipe.set_progress_bar_config(disable=True)
+    latents = LATENTS.transpose(1, 2)
+    wanted = pipe(
+        prompt_embeds=PROMPTS["encoder_hidden_states"],
+        negative_prompt_embeds=PROMPTS["negative_encoder_hidden_states"],
+        latents=latents.clone(),
+        height=64,
+        width=64,
+        num_frames=9,
+        num_inference_steps=steps,
+        guidance_scale=6.0,
+        output_type="latent",
+    ).frames
+    given = dict(PROMPTS)
+    if rotary:
+        pair = pipe._prepare_rotary_positional_embeddings(64, 64, 3, torch.device("cpu"))
+        given |= dict(zip(("rotary_cos", "rotary_sin"), pair, strict=True))
+    flow = Flow(steps, 6.0, precision="float32")
+    found = denoise_latents(tmp_path, latents.numpy(), _as_arrays(given), flow)
+    assert relative(found, wanted) < 1e-4
+    cached = Flow(steps, 6.0, precision="float32", cache=StepCache("teacache", 1, 3, 2))
+    again = denoise_latents(tmp_path, latents.numpy(), _as_arrays(given), cached)
+    assert 1e-4 < relative(again, wanted) < 0.3
+    with pytest.raises(UsageError, match=r"shift=3.0: expected none for CogVideoX"):
+        denoise_latents(tmp_path, latents.numpy(), _as_arrays(given), Flow(2, 6.0, 3.0))
 
 
 def _as_arrays(conditions: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
