@@ -174,7 +174,7 @@ def test_a_package_that_is_missing_is_named_with_its_extra():
 
 
 def test_jobs_are_chosen_by_name():
-    jobs = {"a": list, "b": list}
+    jobs: dict[str, worker.Job] = {"a": list, "b": list}
     assert worker.chosen(jobs, []) == jobs
     assert list(worker.chosen(jobs, ["b"])) == ["b"]
     with pytest.raises(UsageError, match="no such job here: expected one of a, b"):
