@@ -17,6 +17,8 @@ def recorded(
     folder: Path,
     after_first: Callable[[Sequence[Any]], object] = lambda _: None,
     at_the_end: Callable[[Sequence[Any]], object] = lambda _: None,
+    before: Callable[[Sequence[Any]], object] = lambda _: None,
+    rate: float = 0.1,
 ) -> Recording:
     """Record a script of two networks with the same names, and an optimizer of both at the end.
 
@@ -24,11 +26,14 @@ def recorded(
         folder: Where the recording goes.
         after_first: Changes the networks after their own optimizers' steps.
         at_the_end: Changes the networks after all steps.
+        before: Changes the networks before all steps.
+        rate: The learning rate.
     """
     torch.manual_seed(0)
     nets = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)) for _ in range(2)]
-    each = [torch.optim.SGD(net.parameters(), 0.1) for net in nets]
-    both = torch.optim.SGD([*nets[0].parameters(), *nets[1].parameters()], 0.1)
+    each = [torch.optim.SGD(net.parameters(), rate) for net in nets]
+    both = torch.optim.SGD([*nets[0].parameters(), *nets[1].parameters()], rate)
+    before(nets)
     folder.mkdir()
     recorder = StepRecorder(folder, "trained", 2)
     for optimizer in (*each, both):
@@ -101,6 +106,24 @@ def test_what_another_optimizer_moved_before_is_no_start(tmp_path: Path) -> None
     assert found.passed, found
     assert found.checks[1].count == 8
     assert behaviour(eager, ported, 1e-3).passed
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-6, True), (1 + 1e-3, False)])
+def test_a_start_that_the_first_call_computes_may_be_rounded(
+    tmp_path: Path, factor: float, passes: bool
+) -> None:
+    """Of a parameter that began elsewhere by rounding, the movement is compared."""
+
+    def computed(nets: Sequence[Any]) -> None:
+        with torch.no_grad():
+            nets[0][1].weight.mul_(factor)
+
+    eager = recorded(tmp_path / "eager", rate=1e-6)
+    ported = recorded(tmp_path / "ported", before=computed, rate=1e-6)
+    assert interface(eager, ported, 1e-4).passed is passes
+    if passes:
+        found = behaviour(eager, ported, 1e-1)
+        assert found.passed, found
 
 
 def test_losses_of_one_step_are_told_apart(tmp_path: Path) -> None:

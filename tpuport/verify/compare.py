@@ -123,9 +123,15 @@ class Recording:
         return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
 
 
-def interface(eager: Recording, ported: Recording) -> Stage:
-    """Compare optimizers, their parameters, and the values that these start with."""
-    starts = Comparison("values at the start")
+def interface(eager: Recording, ported: Recording, limit: float = 0.0) -> Stage:
+    """Compare optimizers, their parameters, and the values that these start with.
+
+    Args:
+        eager: Eager PyTorch.
+        ported: The port.
+        limit: The largest difference of values that passes: a first call may have computed some.
+    """
+    starts = Comparison("values at the start", limit=limit)
     # What another optimizer has moved before is no start: rounding has moved it, too.
     moved = set(eager.record["moved"]) & set(ported.record["moved"])
     _each(starts, eager, ported, "start", lambda a, b, _: _relative(a, b), moved)
@@ -204,9 +210,8 @@ def _differences(
 
     found: dict[str, Comparison] = {}
     _add_losses(check("losses of all steps"), eager.losses, other.losses)
-    starts = eager.part("start")
     ends = check("parameters at the end")
-    _each(ends, eager, other, "end", lambda a, b, n: _apart(a, b, a.double() - starts[n].double()))
+    _each(ends, eager, other, "end", _movement(eager.part("start"), other.part("start")))
     for kind, what in (("buffer", "buffers at the end"), ("state", "optimizers at the end")):
         _each(check(what), eager, other, kind, lambda a, b, _: _apart(a, b, a))
     written, files = check("written files"), compare_files(eager.files, other.files)
@@ -276,6 +281,18 @@ def _add_losses(check: Comparison, eager: list[list[float]], ported: list[list[f
             pair = torch.tensor([[a], [b]], dtype=torch.float64)
             name = f"step {step}" if len(mine) == 1 else f"step {step}, backward {number}"
             check.add(name, _relative(pair[0], pair[1]))
+
+
+def _movement(mine: Tensors, other: Tensors) -> Callable[[torch.Tensor, torch.Tensor, str], float]:
+    """Return how far apart two movements are, of what begins with the values `mine` and `other`."""
+
+    def apart(a: torch.Tensor, b: torch.Tensor, key: str) -> float:
+        start, begun = mine[key].double(), other.get(key, mine[key]).double()
+        begun = begun if begun.shape == start.shape else start
+        later = torch.where(start == begun, 0.0, start - begun)
+        return _apart(a, b.double() + later, a.double() - start)
+
+    return apart
 
 
 def _relative(mine: torch.Tensor, other: torch.Tensor, at_least: float = 0.0) -> float:
