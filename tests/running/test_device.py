@@ -236,6 +236,30 @@ def test_a_converted_model_sees_the_accelerator_in_eager_and_in_the_trace(capsys
     assert set(capsys.readouterr().out.split()) == {str(CUDA)}
 
 
+class ByItsBuffer(nn.Module):
+    """Reads a buffer as a number, after which the program has it as a constant."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("rows", torch.tensor(2))
+        self.register_buffer("scale", torch.tensor([3.0]))
+
+    def forward(self, x):
+        x = x.view(int(self.rows), -1)
+        places = {str(b.device) for b in self.buffers()} | {str(x.device)}
+        if len(places) > 1 or not self.scale.is_cuda:
+            raise RuntimeError(f"the module is on {places}")
+        return x * self.scale.to(x.device)
+
+
+def test_a_buffer_that_code_reads_as_a_number_stays_on_the_accelerator():
+    x = torch.arange(6.0, device="cuda")
+    net = ByItsBuffer().cuda()
+    ported = tpuport.convert(net)
+    for _ in range(2):
+        assert torch.equal(tpuport.to_torch(ported(x)), net(x).cpu())
+
+
 def test_nothing_stays_behind():
     x = torch.zeros(2, device="cuda")
     assert is_tagged(x)

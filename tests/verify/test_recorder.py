@@ -34,7 +34,7 @@ def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
     recorder.before_step(torch.optim.SGD(model.parameters()))
     expected = {"net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
     assert set(recorder.names.values()) == expected
-    running = {name for name in recorder.buffers if "running" in name}
+    running = {name for name in recorder.buffers() if "running" in name}
     assert running == {"net.1.running_mean", "net.1.running_var"}
     del copy, part, proxy, wrapper
 

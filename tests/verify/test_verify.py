@@ -478,7 +478,7 @@ def test_names_come_from_the_module_that_holds_most(tmp_path) -> None:
     recorder = StepRecorder(tmp_path, "trained", 1)
     recorder.name(torch.optim.SGD(agent.parameters(), 0.1))
     assert set(recorder.names.values()) == {name for name, _ in agent.named_parameters()}
-    assert recorder.buffers.keys() == dict(agent.named_buffers()).keys()
+    assert recorder.buffers().keys() == dict(agent.named_buffers()).keys()
     assert len(part) == 2
 
 

@@ -3,7 +3,8 @@
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,18 @@ class Recording:
         return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
 
 
-def interface(eager: Recording, ported: Recording) -> Stage:
-    """Compare optimizers, their parameters, and the values that these start with."""
-    starts = Comparison("values at the start")
-    _each(starts, eager, ported, "start", lambda a, b, _: _relative(a, b))
+def interface(eager: Recording, ported: Recording, limit: float = 0.0) -> Stage:
+    """Compare optimizers, their parameters, and the values that these start with.
+
+    Args:
+        eager: Eager PyTorch.
+        ported: The port.
+        limit: The largest difference of values that passes: a first call may have computed some.
+    """
+    starts = Comparison("values at the start", limit=limit)
+    # What another optimizer has moved before is no start: rounding has moved it, too.
+    moved = set(eager.record["moved"]) & set(ported.record["moved"])
+    _each(starts, eager, ported, "start", lambda a, b, _: _relative(a, b), moved)
     return Stage("interface", [_form(eager.record, ported.record), starts])
 
 
@@ -201,9 +210,8 @@ def _differences(
 
     found: dict[str, Comparison] = {}
     _add_losses(check("losses of all steps"), eager.losses, other.losses)
-    starts = eager.part("start")
     ends = check("parameters at the end")
-    _each(ends, eager, other, "end", lambda a, b, n: _apart(a, b, a.double() - starts[n].double()))
+    _each(ends, eager, other, "end", _movement(eager.part("start"), other.part("start")))
     for kind, what in (("buffer", "buffers at the end"), ("state", "optimizers at the end")):
         _each(check(what), eager, other, kind, lambda a, b, _: _apart(a, b, a))
     written, files = check("written files"), compare_files(eager.files, other.files)
@@ -245,17 +253,21 @@ def _each(
     ported: Recording,
     kind: str,
     error: Callable[[torch.Tensor, torch.Tensor, str], float],
+    left_out: Collection[str] = (),
 ) -> None:
     mine, other = eager.part(kind), ported.part(kind)
-    for name in [*mine, *(n for n in other if n not in mine)]:
-        if name not in mine or name not in other:
-            side = "eager" if name in mine else "ported"
-            check.problems.append(f"{_name(name)}: in the {side} run only")
-        elif mine[name].shape != other[name].shape or mine[name].dtype != other[name].dtype:
-            forms = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in (mine[name], other[name])]
-            check.problems.append(f"{_name(name)}: {forms[0]} in eager, {forms[1]} ported")
+    shown = _names({**mine, **other}.keys())
+    for key, name in shown.items():
+        if key in left_out:
+            continue
+        if key not in mine or key not in other:
+            side = "eager" if key in mine else "ported"
+            check.problems.append(f"{name}: in the {side} run only")
+        elif mine[key].shape != other[key].shape or mine[key].dtype != other[key].dtype:
+            forms = [f"{str(t.dtype)[6:]}{list(t.shape)}" for t in (mine[key], other[key])]
+            check.problems.append(f"{name}: {forms[0]} in eager, {forms[1]} ported")
         else:
-            check.add(_name(name), error(mine[name], other[name], name))
+            check.add(name, error(mine[key], other[key], key))
 
 
 def _add_losses(check: Comparison, eager: list[list[float]], ported: list[list[float]]) -> None:
@@ -265,9 +277,22 @@ def _add_losses(check: Comparison, eager: list[list[float]], ported: list[list[f
             f"backward() is called {counts[0]} times in eager, {counts[1]} ported"
         )
     for step, (mine, other) in enumerate(zip(eager, ported, strict=False), 1):
-        for a, b in zip(mine, other, strict=False):
+        for number, (a, b) in enumerate(zip(mine, other, strict=False), 1):
             pair = torch.tensor([[a], [b]], dtype=torch.float64)
-            check.add(f"step {step}", _relative(pair[0], pair[1]))
+            name = f"step {step}" if len(mine) == 1 else f"step {step}, backward {number}"
+            check.add(name, _relative(pair[0], pair[1]))
+
+
+def _movement(mine: Tensors, other: Tensors) -> Callable[[torch.Tensor, torch.Tensor, str], float]:
+    """Return how far apart two movements are, of what begins with the values `mine` and `other`."""
+
+    def apart(a: torch.Tensor, b: torch.Tensor, key: str) -> float:
+        start, begun = mine[key].double(), other.get(key, mine[key]).double()
+        begun = begun if begun.shape == start.shape else start
+        later = torch.where(start == begun, 0.0, start - begun)
+        return _apart(a, b.double() + later, a.double() - start)
+
+    return apart
 
 
 def _relative(mine: torch.Tensor, other: torch.Tensor, at_least: float = 0.0) -> float:
@@ -295,6 +320,20 @@ def _name(key: str) -> str:
     """Return the name of a parameter or state without its optimizer and position."""
     first, _, rest = key.partition("/")
     return rest if first.replace(".", "").isdigit() else key
+
+
+def _names(keys: Iterable[str]) -> dict[str, str]:
+    """Return a name for each key, with optimizer and position where two would have one name.
+
+    Networks of one script often have the same names inside, such as a generator and its critic.
+    """
+    names = {key: _name(key) for key in keys}
+    counts = Counter(names.values())
+    for key, name in names.items():
+        if counts[name] > 1 and key != name:
+            optimizer, position = key.split("/", 1)[0].split(".")
+            names[key] = f"{name} (optimizer {optimizer}, position {position})"
+    return names
 
 
 def _short(value: Any) -> str:

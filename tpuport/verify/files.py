@@ -1,6 +1,7 @@
 """Images and tensors that two runs wrote, compared."""
 
 import pickle
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,8 +32,10 @@ def compare_files(eager: Path, ported: Path) -> WrittenFiles:
     """Compare the images and the files of tensors in two folders, by their names."""
     found = WrittenFiles()
     names = {path.relative_to(side) for side in (eager, ported) for path in side.rglob("*")}
-    for name in sorted(n for n in names if n.suffix.lower() in _IMAGES | _TENSORS):
+    for name in sorted(names):
         sides = [side for side in (eager, ported) if (side / name).is_file()]
+        if not any(_is_compared(side / name) for side in sides):
+            continue
         if len(sides) == 1:
             which = "eager" if sides[0] is eager else "ported"
             found.problems.append(f"{name}: written by the {which} run only")
@@ -43,6 +46,16 @@ def compare_files(eager: Path, ported: Path) -> WrittenFiles:
             else:
                 found.errors.append((str(name), error))
     return found
+
+
+def _is_compared(path: Path) -> bool:
+    """Return whether a file is an image or of tensors: by its name, or if `torch.save` made it."""
+    if path.suffix.lower() in _IMAGES | _TENSORS:
+        return True
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(entry.endswith("/data.pkl") for entry in archive.namelist())
 
 
 def _difference(eager: Path, ported: Path) -> float | str:

@@ -68,7 +68,8 @@ class StepRecorder:
         self.since_step: list[float] = []
         self.optimizers: list[Optimizer] = []
         self.names: dict[int, str] = {}
-        self.buffers: dict[str, torch.Tensor] = {}
+        self.roots: list[tuple[str, torch.nn.Module]] = []
+        self.moved: list[str] = []
         self.counts: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.in_backward = False
@@ -109,11 +110,14 @@ class StepRecorder:
             self.disturb(optimizer)
         if any(optimizer is known for known in self.optimizers):
             return
+        known = {id(p) for i in range(len(self.optimizers)) for _, p in self.parameters(i)}
         self.optimizers.append(optimizer)
         self.counts.append(0)
         self.name(optimizer)
         for key, parameter in self.parameters(len(self.optimizers) - 1):
             self.keep(f"start/{key}", parameter)
+            if id(parameter) in known:
+                self.moved.append(key)
             if parameter.grad is not None:
                 self.keep(f"gradient/{key}", parameter.grad)
         if 0 < self.enough <= len(self.optimizers):
@@ -150,7 +154,9 @@ class StepRecorder:
 
         The outermost module counts that holds most of them: a port has copies of those inside.
         """
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        held = {
+            id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])
+        }
         # The class alone is asked: some objects warn if their `__class__` is read.
         modules: list[torch.nn.Module]
         modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
@@ -162,11 +168,23 @@ class StepRecorder:
                 roots.append((root, named))
         # A root that holds a part of another's, as the port's copy of a layer does, names nothing.
         # Of two that hold the same, the one with longer names is further out.
-        roots.sort(key=lambda one: (-len(one[1]), -len("".join(one[1].values()))))
+        # Of two that are alike, the one that the optimizer has first: each run has that order.
+        size = {id(root): (-len(named), -len("".join(named.values()))) for root, named in roots}
+        first = {id(root): min(held[p] for p in named) for root, named in roots}
+        roots.sort(key=lambda one: (*size[id(one[0])], first[id(one[0])]))
         for root, named in roots:
             if not named.keys() <= self.names.keys():
                 self.names = named | self.names
-                self.buffers.update(root.named_buffers())
+                self.roots.append((f"{len(self.counts) - 1}.{first[id(root)]}", root))
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that the modules have now, also those that they assigned anew."""
+        found: dict[str, torch.Tensor] = {}
+        for place, root in self.roots:
+            for name, buffer in root.named_buffers():
+                if found.setdefault(name, buffer) is not buffer:
+                    found[f"{place}/{name}"] = buffer
+        return found
 
     def parameters(self, index: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the parameters of an optimizer, each with a key that tells it from all others."""
@@ -181,7 +199,7 @@ class StepRecorder:
     def finish(self) -> None:
         """Write everything, with what parameters and optimizers hold now."""
         described = [self.describe(index) for index in range(len(self.optimizers))]
-        for name, buffer in self.buffers.items():
+        for name, buffer in self.buffers().items():
             self.keep(f"buffer/{name}", buffer)
         save_file(
             {name: t.contiguous() for name, t in self.tensors.items()},
@@ -191,6 +209,7 @@ class StepRecorder:
             "optimizers": described,
             "losses": [*self.losses, *([self.since_step] if self.since_step else [])],
             "steps": self.counts,
+            "moved": self.moved,
         }
         (self.folder / "record.json").write_text(json.dumps(record))
 

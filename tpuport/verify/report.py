@@ -243,7 +243,7 @@ def _compared(
         could not be told from rounding, if so.
     """
     mine, other = Recording(eager.folder), Recording(ported.folder)
-    stages, notes = [interface(mine, other)], []
+    stages, notes = [interface(mine, other, limits.numbers)], []
     if not stages[0].passed:
         return stages, notes, ""
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]

@@ -1,5 +1,6 @@
 """Views: tensors that share the storage of another one."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,11 +118,26 @@ def _only_own_gradient(
     return read
 
 
+def _resized(target: TracedTensor, size: list[int]) -> tuple[list[int], tuple[int, ...]]:
+    """Return the size and the strides that `resize_` gives a tensor in the memory it has."""
+    if target.requires_grad:
+        raise RuntimeError("cannot resize variables that require grad")
+    if math.prod(size) > torch.Tensor.numel(target):
+        raise port_error(
+            f"resize_ to {tuple(size)}, which is more than the {target.numel()} elements there are",
+            code="TPU201",
+            remedy="assign a new tensor: `x = x.new_empty(size)`, for a buffer `self.x = ...`",
+        )
+    return size, torch.empty(size, device="meta").stride()
+
+
 def inplace_view(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run unsqueeze_, squeeze_, transpose_ or t_: give the same tensor object other sizes."""
+    """Give the same tensor object other sizes, as unsqueeze_, transpose_, t_ and resize_ do."""
     from torch.utils._mode_utils import no_dispatch
 
     target = args[0]
+    if func is aten.resize_.default and isinstance(target, TracedTensor):
+        return inplace_view(aten.as_strided_.default, (target, *_resized(target, *args[1:])), {})
     twin = functional_of(func)
     windows = twin is aten.as_strided.default
     if not isinstance(target, TracedTensor) or not (windows or op_info(twin).view is not None):

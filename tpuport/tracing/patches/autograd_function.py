@@ -146,6 +146,8 @@ class _FunctionCall:
         # For each saved tensor, the one of those that it is, or a constant of the host.
         self.saved_given: list[torch.Tensor | None] = []
         self.saved_seen: list[bool] = []
+        # For each saved tensor, whether forward made it a leaf: backward may differentiate by it.
+        self.saved_leaves: list[bool] = []
         # For each saved tensor, whether other code has its memory, too.
         self.saved_outside: list[bool] = []
         self.keys: KeyStream | None = None
@@ -222,6 +224,16 @@ class _FunctionCall:
         self.saved_outside = [_memory(leaf) <= before for leaf in kept]
         dirty = {id(tensor) for tensor in context.dirty}
         given = {id(tensor) for tensor in tensors} - dirty
+        own = [_has_own_graph(leaf, before) and id(leaf) not in given for leaf in kept]
+        self.saved_leaves = [one and kept[i]._is_leaf for i, one in enumerate(own)]
+        if own != self.saved_leaves and _differentiates(self.cls.backward):
+            raise port_error(
+                f"{self.cls.__name__}.forward keeps a graph in its context, which its backward"
+                " differentiates",
+                code="TPU403",
+                remedy="keep what the graph is made of, and compute it again in backward",
+                place=_end_of(self.cls.forward),
+            )
         self.saved_seen = [id(leaf) in given and leaf.requires_grad for leaf in kept]
         position = {id(leaf): i for i, leaf in enumerate(outs) if id(leaf) not in given}
         self.saved_outputs = [position.get(id(leaf)) for leaf in kept]
@@ -311,9 +323,13 @@ class _FunctionCall:
     def _restored(self, saved: Any, trace: Trace) -> list[Any]:
         """Return the saved tensors and numbers as the backward reads them."""
         made = _rewrapped(saved[: len(self.saved)], self.saved, trace)
-        for tensor, seen, outside in zip(made, self.saved_seen, self.saved_outside, strict=True):
+        marks = zip(made, self.saved_seen, self.saved_outside, self.saved_leaves, strict=True)
+        for tensor, seen, outside, leaf in marks:
             if seen:
                 tensor._own_flow = Flow.SEEN
+            if leaf:
+                tensor._own_flow = Flow.STOPPED
+                tensor.requires_grad_()
             if outside:
                 trace.read_only.add(tensor._storage.serial)
         pairs = zip(made, self.saved_given, strict=True)
@@ -386,6 +402,19 @@ def _instantiated(cotangent: Any) -> jax.Array:
         kind: Any = cotangent.aval
         return jnp.zeros(kind.shape, kind.dtype)
     return cotangent
+
+
+def _has_own_graph(leaf: Any, before: int) -> bool:
+    """Return whether forward made this tensor such that derivatives can be taken by it or of it."""
+    if not isinstance(leaf, TracedTensor) or not leaf.requires_grad:
+        return False
+    return _memory(leaf) > before or (leaf._is_leaf and not leaf._is_given)
+
+
+def _differentiates(function: Any) -> bool:
+    """Return whether a function calls `torch.autograd.grad` or `backward` itself."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code is not None and not {"grad", "backward"}.isdisjoint(code.co_names)
 
 
 def _memory(leaf: Any) -> float:

@@ -19,7 +19,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, UsageError
-from tpuport.foundation.interop import backend
+from tpuport.foundation.interop import backend, device_mark
 from tpuport.foundation.patching.shim import Shim, installed
 from tpuport.foundation.pytree.clone import Cloner
 from tpuport.foundation.user_frames import CodePlace, is_inside
@@ -405,7 +405,8 @@ class Tracer:
             if name is None or name not in values:
                 return tensor
             if self.plan.host_state and name in known and _is_small_state(tensor):
-                baked[name] = backend.to_torch(known[name], tensor.dtype)
+                value = backend.to_torch(known[name], tensor.dtype)
+                baked[name] = device_mark.tag(value) if device_mark.is_tagged(tensor) else value
                 return baked[name]
             # Without this, reading a tensor's size would go through the modes of the trace.
             with torch._C.DisableTorchFunction():

@@ -1,0 +1,143 @@
+"""Recordings of scripts that train several networks, and what is compared of them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tpuport.verify.compare import Recording, behaviour, interface
+from tpuport.verify.files import compare_files
+from tpuport.verify.recorder import StepRecorder
+
+
+def recorded(
+    folder: Path,
+    after_first: Callable[[Sequence[Any]], object] = lambda _: None,
+    at_the_end: Callable[[Sequence[Any]], object] = lambda _: None,
+    before: Callable[[Sequence[Any]], object] = lambda _: None,
+    rate: float = 0.1,
+) -> Recording:
+    """Record a script of two networks with the same names, and an optimizer of both at the end.
+
+    Args:
+        folder: Where the recording goes.
+        after_first: Changes the networks after their own optimizers' steps.
+        at_the_end: Changes the networks after all steps.
+        before: Changes the networks before all steps.
+        rate: The learning rate.
+    """
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)) for _ in range(2)]
+    each = [torch.optim.SGD(net.parameters(), rate) for net in nets]
+    both = torch.optim.SGD([*nets[0].parameters(), *nets[1].parameters()], rate)
+    before(nets)
+    folder.mkdir()
+    recorder = StepRecorder(folder, "trained", 2)
+    for optimizer in (*each, both):
+        if optimizer is both:
+            after_first(nets)
+        x = torch.randn(4, 3)
+        one, other = ((net(x) ** 3).sum() for net in nets)
+        loss = one + other
+        optimizer.zero_grad()
+        loss.backward()
+        recorder.since_step += [loss.item(), loss.item()]
+        recorder.before_step(optimizer)
+        optimizer.step()
+        recorder.after_step(optimizer)
+    at_the_end(nets)
+    recorder.finish()
+    return Recording(folder)
+
+
+def in_place(nets: Sequence[Any]) -> None:
+    nets[0][0].running_mean.add_(1.0)
+
+
+def assigned_anew(nets: Sequence[Any]) -> None:
+    nets[0][0].running_mean = nets[0][0].running_mean + 1.0
+
+
+def of_the_second(nets: Sequence[Any]) -> None:
+    nets[1][0].running_var.mul_(2.0)
+
+
+@pytest.mark.parametrize("fault", [in_place, assigned_anew, of_the_second])
+def test_buffers_of_all_networks_are_compared(tmp_path: Path, fault: Any) -> None:
+    eager = recorded(tmp_path / "eager")
+    same = behaviour(eager, recorded(tmp_path / "same"), 1e-3)
+    assert same.passed
+    assert {check.what: check.count for check in same.checks}["buffers at the end"] == 6
+    assert not behaviour(eager, recorded(tmp_path / "ported", at_the_end=fault), 1e-3).passed
+
+
+def test_rounding_in_one_network_allows_nothing_in_another_of_the_same_names(
+    tmp_path: Path,
+) -> None:
+    def moved(which: int) -> Callable[[Sequence[Any]], object]:
+        def change(nets: Sequence[Any]) -> None:
+            with torch.no_grad():
+                nets[which][1].bias.add_(1.0)
+
+        return change
+
+    eager = recorded(tmp_path / "eager")
+    rounded = recorded(tmp_path / "rounded", at_the_end=moved(0))
+    for which, passes in ((0, True), (1, False)):
+        ported = recorded(tmp_path / f"ported {which}", at_the_end=moved(which))
+        found = behaviour(eager, ported, 1e-3, rounded)
+        assert found.passed is passes
+        if not passes:
+            problems = str([check.problems for check in found.checks])
+            assert "1.bias (optimizer 1, position 3): " in problems
+
+
+def test_what_another_optimizer_moved_before_is_no_start(tmp_path: Path) -> None:
+    def rounds(nets: Sequence[Any]) -> None:
+        with torch.no_grad():
+            nets[0][1].weight.mul_(1 + 1e-6)
+
+    eager = recorded(tmp_path / "eager")
+    ported = recorded(tmp_path / "ported", after_first=rounds)
+    found = interface(eager, ported)
+    assert found.passed, found
+    assert found.checks[1].count == 8
+    assert behaviour(eager, ported, 1e-3).passed
+
+
+@pytest.mark.parametrize(("factor", "passes"), [(1 + 1e-6, True), (1 + 1e-3, False)])
+def test_a_start_that_the_first_call_computes_may_be_rounded(
+    tmp_path: Path, factor: float, passes: bool
+) -> None:
+    """Of a parameter that began elsewhere by rounding, the movement is compared."""
+
+    def computed(nets: Sequence[Any]) -> None:
+        with torch.no_grad():
+            nets[0][1].weight.mul_(factor)
+
+    eager = recorded(tmp_path / "eager", rate=1e-6)
+    ported = recorded(tmp_path / "ported", before=computed, rate=1e-6)
+    assert interface(eager, ported, 1e-4).passed is passes
+    if passes:
+        found = behaviour(eager, ported, 1e-1)
+        assert found.passed, found
+
+
+def test_losses_of_one_step_are_told_apart(tmp_path: Path) -> None:
+    eager, ported = recorded(tmp_path / "eager"), recorded(tmp_path / "ported")
+    ported.losses[1][0] *= 2
+    assert "step 2, backward 1: " in str(behaviour(eager, ported, 1e-3).checks[0].problems)
+
+
+@pytest.mark.parametrize("name", ["model.tar", "model.chkpt", "checkpoint_3"])
+def test_what_torch_saved_is_compared_whatever_its_name(tmp_path: Path, name: str) -> None:
+    for side, value in (("eager", 1.0), ("ported", 1.5)):
+        (tmp_path / side).mkdir()
+        torch.save({"weight": torch.full((3,), value)}, tmp_path / side / name)
+        (tmp_path / side / "train.log").write_text(side)
+    found = compare_files(tmp_path / "eager", tmp_path / "ported")
+    assert found.problems == []
+    assert found.errors == [(name, pytest.approx(0.5))]
