@@ -12,6 +12,7 @@ from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import OpInfo, functional_of, op_info
 from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, view_of
+from tpuport.tracing.core.values import refuse_left_over
 from tpuport.tracing.core.view_steps import VIEWS, OwnWindow, ViewStep, strided_step
 
 aten = torch.ops.aten
@@ -25,6 +26,7 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
         base = trace.alias(base) if trace is not None else None
         if base is None:
             return func(*args, **kwargs)
+    refuse_left_over(base, trace)
     meta_base = meta_of(base)
     meta = func(meta_base, *args[1:], **kwargs)
     steps = info.view(meta_base, meta, *args[1:], **kwargs)
