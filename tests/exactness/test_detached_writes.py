@@ -259,3 +259,39 @@ def test_windows_of_a_detached_tensor_are_refused():
 
     with pytest.raises(PortError, match="through as_strided of a detached tensor"):
         tpuport.convert(Windows([]))(torch.ones(3, 4))
+
+
+class Restarted(nn.Module):
+    """A detached part is asked for gradients and looked at by its memory, as by adjoint solvers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = torch.zeros(3, 3)
+        rows[0], rows[1:] = self.lin(x)[0], self.lin(x)[1:] * 2
+        part = rows[1].detach().requires_grad_(True)
+        with torch.enable_grad():
+            window = torch.as_strided(part, (2,), (2,))
+            (slope,) = torch.autograd.grad((window**3).sum() + part[1] ** 2, part)
+        return slope * self.lin(x), window
+
+
+def test_a_window_of_a_detached_tensor_with_a_gradient_of_its_own():
+    torch.manual_seed(0)
+    net, x = Restarted(), torch.randn(3, 3)
+    ported = tpuport.convert(net)
+    for one in (x, -x):
+        got = ported(one)
+        for have, want in zip(got, net(one), strict=True):
+            torch.testing.assert_close(tpuport.to_torch(have), want, rtol=1e-5, atol=1e-6)
+    net(x)[0].square().sum().backward()
+
+    def loss(params: Any) -> jax.Array:
+        out, _ = ported.apply(params, ported.buffers, None, jnp.asarray(x.numpy()))
+        return (out[0] ** 2).sum()
+
+    found = jax.jit(jax.grad(loss))(ported.params)
+    for name, weight in net.named_parameters():
+        np.testing.assert_allclose(found[name], weight.grad, rtol=1e-4, atol=1e-6)

@@ -86,3 +86,37 @@ def test_a_write_to_what_may_be_a_view_is_refused() -> None:
     ported = tpuport.convert(Gaps())
     with pytest.raises(tpuport.PortError):
         ported(rows(2, 2))
+
+
+class Viewed(Shuffled):
+    """`view`, `flatten` and `ravel` merge a size with dims before it, as `reshape` does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        picked = self.lin(x[:, x[0, :, 0] > 0])
+        pairs = torch.stack((x[..., 0] > 0).nonzero(as_tuple=True))
+        order, places = pairs.view(-1).sort(stable=True)
+        flat = picked.flatten(0, 1)
+        whole = torch.flatten(picked, start_dim=1) * 2
+        return order.view(2, -1), places, flat.cumsum(0).mean(0), whole.ravel().sum()
+
+
+def test_a_view_that_merges_a_size_that_depends_on_data() -> None:
+    calls = tuple((rows(n, n),) for n in (3, 6, 1, 4))
+    ported = check_calls(Scenario("viewed", Viewed, calls), by_tpuport)
+    assert not ported.report.retraces
+
+
+class Sums(Viewed):
+    def forward(self, x: torch.Tensor) -> Any:
+        return [part.float().sum() for part in super().forward(x)]
+
+
+def test_the_gradient_of_such_a_view() -> None:
+    check_gradients(Scenario("sums", Sums, ((rows(3, 3),),)), by_tpuport)
+
+
+def test_a_view_that_does_not_fit_raises_as_in_eager() -> None:
+    ported = tpuport.convert(lambda x: x[x > 0].view(2, -1).sum(1), verify=False)
+    ported(torch.tensor([1.0, 2, -1]))
+    with pytest.raises(RuntimeError, match="invalid"):
+        ported(torch.tensor([1.0, 2, 3]))

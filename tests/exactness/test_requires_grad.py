@@ -320,3 +320,26 @@ class Window(nn.Module):
 )
 def test_a_window_has_the_gradient_of_the_tensor_that_it_was_taken_of(take):
     check_gradients(Scenario("window", lambda: Window(take), ((torch.tensor(2.0),),)), by_tpuport)
+
+
+class Residual(nn.Module):
+    """The residual of a differential equation at points that require grad, as its solvers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        value = self.net(points)
+        (slope,) = torch.autograd.grad(value, points, torch.ones_like(value), create_graph=True)
+        return (slope + value).square().mean()
+
+
+def test_a_call_differentiates_with_respect_to_an_argument_that_requires_grad():
+    torch.manual_seed(0)
+    net = Residual()
+    ported = tpuport.convert(net)
+    for count in (3, 3, 4):
+        points = torch.rand(count, 1).requires_grad_()
+        torch.testing.assert_close(tpuport.to_torch(ported(points)), net(points).detach())
+        assert points.grad is None

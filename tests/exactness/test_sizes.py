@@ -34,6 +34,17 @@ def overwritten(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
+def scattered(rows: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Write chosen rows to tensors with as many rows as data decides, as pooling of graphs does."""
+    order = torch.arange(rows.shape[0])
+    return (
+        torch.zeros_like(rows).index_add_(0, chosen, rows[chosen] * 2),
+        order.scatter_(0, chosen, order[chosen] * 10),
+        rows.new_zeros(rows.size(0)).scatter_(0, chosen, 3.0),
+        rows.index_fill(0, chosen, 1.0),
+    )
+
+
 EXACT: dict[str, Rows] = {
     "rows": lambda r: r,
     "several": lambda r: {"twice": r * 2, "count": r.shape[0]},
@@ -46,6 +57,7 @@ EXACT: dict[str, Rows] = {
     "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
     "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
+    "scattered": lambda r: scattered(r, (r[:, 1] > 0).nonzero()[:, 0]),
 }
 
 # What reads sizes in C++, which sees the padded ones.
@@ -168,6 +180,18 @@ def test_what_is_not_contiguous_is_reshaped_by_one_program(body: Rows):
         torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))
     assert ported.report.retraces == []
     assert ported.report.branches == []
+
+
+def test_an_index_past_the_rows_that_data_decides_raises():
+    def write(rows: torch.Tensor) -> torch.Tensor:
+        places = (rows[:, 1] > -9).nonzero()[:, 0] + 1
+        return rows.new_zeros(rows.shape[0] + 1).scatter_(0, places * 2 - 1, 1.0).sum()
+
+    ported = tpuport.convert(with_rows(write), verify=False)
+    one = torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]])
+    assert float(ported(one)) == 1
+    with pytest.raises(RuntimeError, match="out of range"):
+        ported(one.abs())
 
 
 def test_a_reshape_that_eager_makes_a_view_is_written_through():

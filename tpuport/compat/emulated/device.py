@@ -348,7 +348,8 @@ def _made_there(result: Any, args: tuple[Any, ...]) -> Any:
 
 def _is_foreign(result: torch.Tensor, args: tuple[Any, ...]) -> bool:
     """Return whether a result may share another library's memory (`torch.as_tensor(array)`)."""
-    return not result.untyped_storage().resizable() and bool(args)
+    storage = storage_of(result)  # a sparse tensor has none
+    return storage is not None and not storage.resizable() and bool(args)
 
 
 def _shares(result: torch.Tensor, arg: Any) -> bool:

@@ -13,6 +13,7 @@ import torch
 from jax import core
 from jax.interpreters import ad
 
+from tpuport.compat.emulated.batched_gradients import row_by_row
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
@@ -452,8 +453,10 @@ class Through(torch.autograd.Function):
         needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
         if torch.is_grad_enabled():  # create_graph=True
             with without_saved_tensors_hooks():
-                return (None, *_Back.apply(call, needed, *tensors, *gradients))
-        return (None, *_back(call, gradients, ctx.like, needed))
+                again = functools.partial(_Back.apply, call, needed, *tensors)
+                return (None, *row_by_row(lambda rows: again(*rows), gradients))
+        like = ctx.like
+        return (None, *row_by_row(lambda rows: _back(call, rows, like, needed), gradients))
 
 
 def _back(
@@ -495,7 +498,8 @@ class _Back(torch.autograd.Function):
         (kept,) = ctx.saved_tensors
         call, tensors = kept._tpuport_kept
         order = call.second_order(tensors[len(seconds) :])
-        return (None, None, *_pulled_on(ctx, order, tensors, seconds))
+        made = row_by_row(lambda rows: _pulled_on(ctx, order, tensors, rows), seconds)
+        return (None, None, *made)
 
 
 class _Higher(torch.autograd.Function):
@@ -521,7 +525,8 @@ class _Higher(torch.autograd.Function):
         """Return the gradients of those gradients."""
         (kept,) = ctx.saved_tensors
         order, tensors = kept._tpuport_kept
-        return (None, *_pulled_on(ctx, order, tensors, seconds))
+        made = row_by_row(lambda rows: _pulled_on(ctx, order, tensors, rows), seconds)
+        return (None, *made)
 
 
 def _pulled_on(

@@ -24,6 +24,7 @@ from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.foundation.tracebacks import trim
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.reentrancy import is_part_of_program, one_at_a_time, part_of_program
+from tpuport.tracing.state.tensor_attributes import refuse_closed_parameters
 
 
 class PortWarning(UserWarning):
@@ -141,6 +142,7 @@ def _run(
     with one_at_a_time(), part_of_program():
         model = _PROGRAMS.get(module)
         if model is None:
+            refuse_closed_parameters(module)
             captured_outputs.prepare(module)
             model = LiveModel(
                 module, verified=settings.verify, rtol=settings.rtol, fallback=settings.fallback

@@ -48,6 +48,9 @@ def storage_of(tensor: torch.Tensor) -> Any:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
         return None
+    except (TypeError, AttributeError):  # a class that lets no function of torch at its tensor
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.untyped_storage(tensor)
 
 
 def is_tagged(tensor: Any) -> bool:

@@ -56,7 +56,7 @@ class Call:
         """Describe a call that a ported model is about to run."""
         master = ported._tracer.master
         module = None if master is None else clone_module(master, lambda tensor: tensor)[0]
-        given, named = kept((args, kwargs), trainable=trainable)
+        given, named = kept((args, kwargs))
         state, tracer = ported._values(), ported._tracer
         return cls(
             *(method, given, named, key, state, module, tracer, trainable),
@@ -68,23 +68,23 @@ class Call:
         return stacked_params.unstack(self.state)
 
 
-def kept(value: Any, *, trainable: bool = False) -> Any:
+def kept(value: Any) -> Any:
     """Copy what a caller or a call may change; arrays of jax, which nobody can, are shared.
 
-    If `trainable`, copies of tensors that require grad do, so that eager saves what they need.
+    Copies of tensors that require grad do: the call may differentiate with respect to them.
     """
     leaves, spec, _ = arguments.flatten_call(value)
-    return pytree.unflatten(spec, [_kept(leaf, trainable) for leaf in leaves])
+    return pytree.unflatten(spec, [_kept(leaf) for leaf in leaves])
 
 
-def _kept(leaf: Any, trainable: bool) -> Any:
+def _kept(leaf: Any) -> Any:
     if isinstance(leaf, TracedTensor):
         return wrap(leaf._elem, leaf.dtype)
     if isinstance(leaf, torch.Generator):
         return fork(leaf)
     if isinstance(leaf, torch.Tensor) and not isinstance(leaf, backend.TorchaxTensor):
         made = leaf.detach().clone() if leaf.device.type != "meta" else leaf.detach()
-        return made.requires_grad_(trainable and leaf.requires_grad)
+        return made.requires_grad_(leaf.requires_grad)
     return leaf
 
 

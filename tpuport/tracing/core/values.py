@@ -50,15 +50,7 @@ def value_of(tensor: Any) -> jax.Array:
         return sym_numbers.node_value(tensor)
     trace = current()
     if isinstance(tensor, TracedTensor):
-        owner = tensor._storage.trace
-        if owner is not None and owner is not trace and owner.closed:
-            raise port_error(
-                "a tensor computed in an earlier trace is used here;"
-                " something outside the model kept it (a global,"
-                " a functools.cache, a closure)",
-                code="TPU402",
-                remedy="keep it in a buffer of the module, or compute it from host values only",
-            )
+        refuse_left_over(tensor, trace)
         if not torch.is_grad_enabled() and not tensor._frozen:
             return _stopped(tensor)
         return tensor._elem
@@ -68,6 +60,23 @@ def value_of(tensor: Any) -> jax.Array:
         return backend.to_jax(tensor)
     alias = trace.alias(tensor)
     return trace.constant(tensor) if alias is None else alias._elem
+
+
+def refuse_left_over(tensor: TracedTensor, trace: Trace | None) -> None:
+    """Refuse the use of a tensor whose trace has ended.
+
+    Raises:
+        PortError: It has, and is not `trace`, which runs.
+    """
+    owner = tensor._storage.trace
+    if owner is not None and owner is not trace and owner.closed:
+        raise port_error(
+            "a tensor computed in an earlier trace is used here;"
+            " something outside the model kept it (a global,"
+            " a functools.cache, a closure, a function that the call returned)",
+            code="TPU402",
+            remedy="keep it in a buffer of the module, or compute it from host values only",
+        )
 
 
 def held_of(operand: Any) -> jax.Array:

@@ -13,6 +13,7 @@ from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import OpInfo, functional_of, op_info
 from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, view_of
+from tpuport.tracing.core.values import refuse_left_over
 from tpuport.tracing.core.view_steps import VIEWS, OwnWindow, ViewStep, strided_step
 
 aten = torch.ops.aten
@@ -26,6 +27,7 @@ def dispatch_view(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[s
         base = trace.alias(base) if trace is not None else None
         if base is None:
             return func(*args, **kwargs)
+    refuse_left_over(base, trace)
     meta_base = meta_of(base)
     meta = func(meta_base, *args[1:], **kwargs)
     steps = info.view(meta_base, meta, *args[1:], **kwargs)
@@ -71,6 +73,9 @@ def as_strided(
     step = strided_step(root.value.size, size, stride, offset)
     detached = base._detached and differentiable(base.dtype)
     if detached and not base._frozen:
+        inside = _inside(base, size, stride, offset)
+        if inside is not None:
+            return inside
         raise port_error(
             "as_strided of a detached tensor to which a value with a gradient was written",
             code="TPU203",
@@ -89,6 +94,29 @@ def as_strided(
         chain = (window, stop)
     meta = whole.as_strided(size, stride, offset)
     return TracedTensor(root, chain, meta, None, base._own_flow, base._detached)
+
+
+def _inside(
+    base: TracedTensor, size: list[int], stride: list[int], offset: int
+) -> TracedTensor | None:
+    """Return a window as a view of `base`, which has gradients of its own; None if it is not.
+
+    `base` may be a tensor that was detached and then asked for gradients.
+    """
+    start = int(offset - torch.Tensor.storage_offset(base))
+    count = math.prod(base.bound_shape)
+    last = start + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if not torch.Tensor.is_contiguous(base) or start < 0 or 0 in size or last >= count:
+        return None
+    step = strided_step(count, size, stride, start)
+    window = ViewStep(
+        lambda value: step.forward(value.reshape(-1)),
+        lambda old, new: step.inverse(old.reshape(-1), new).reshape(old.shape),
+    )
+    meta = torch.empty(base.bound_shape, dtype=base.dtype, device="meta")
+    made = view_of(base, window, meta.as_strided(size, stride, start))
+    assert isinstance(made, TracedTensor)
+    return made
 
 
 def _only_own_gradient(

@@ -176,12 +176,13 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     node = extents_of(positions).get(0 if positions.dim() == 1 else dim)
     if node is None and dim not in extents_of(target) and _share_rows(func, args):
         return rowwise(func, args, kwargs)
-    if node is None or extents_of(target):
+    sizes = extents_of(target)
+    if node is None or any(d != dim for d in sizes):
         raise refuse(func)
     along = 0 if positions.dim() == 1 else dim
     if any(d != along for d in extents_of(positions)):
         raise refuse(func, " in another dim")
-    plain = strip(positions)
+    plain, target = strip(positions), strip(target)
     size = plain.shape[along]
     keep = valid(node, size)
     shaped = keep.reshape([-1 if d == along else 1 for d in range(plain.dim())])
@@ -202,7 +203,7 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
     rest = [_rows_to(a, dim, size) if isinstance(a, torch.Tensor) and a.dim() else a for a in rest]
     result = run(func, (extended, dim, moved, *rest), kwargs)
-    return result.narrow(dim, 0, target.shape[dim])
+    return attach(result.narrow(dim, 0, target.shape[dim]), sizes)
 
 
 def _share_rows(func: Any, args: tuple[Any, ...]) -> bool:

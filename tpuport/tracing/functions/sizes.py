@@ -36,7 +36,9 @@ def _shaped_as(
 ) -> torch.Tensor:
     if kwargs or not any(map(extents_of, args)):
         return NotImplemented
-    return args[0].reshape(args[1].shape)
+    source, sizes = args[0], args[1].shape
+    made = _reshape(trace, torch.Tensor.reshape, (source, sizes), {})
+    return source.reshape(sizes) if made is NotImplemented else made
 
 
 @function(torch.Tensor.reshape, torch.reshape)
@@ -51,15 +53,7 @@ def _reshape(
     if sizes and isinstance(sizes[0], (tuple, list)):
         (sizes,) = sizes
     if _splits(source, sizes) and torch.Tensor.is_contiguous(source):
-        if not source._chain:
-            return reflowed(source, sizes)
-        # Eager has a view where the memory has no gaps, and a copy where it does.
-        made = reflowed(source.clone(memory_format=torch.contiguous_format), sizes)
-        site = user_line()
-        refusal = functools.partial(_written, site)
-        one, other = _memory_of(source), _memory_of(made)
-        trace.shared.add(one, other, None, trace.regions[-1], refusal)
-        return made
+        return _reflowed(trace, source, sizes)
     if not any(isinstance(size, torch.SymInt) for size in sizes):
         return NotImplemented
     try:
@@ -67,6 +61,52 @@ def _reshape(
     except RuntimeError:
         source = source.clone(memory_format=torch.contiguous_format)
     return source.view(sizes)
+
+
+@function(torch.Tensor.view)
+def _view(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    source, *sizes = args
+    if kwargs or not extents_of(source):
+        return NotImplemented
+    if sizes and isinstance(sizes[0], (tuple, list)):
+        (sizes,) = sizes
+    # A dtype is no size.
+    are_sizes = all(isinstance(size, (int, torch.SymInt)) for size in sizes)
+    if are_sizes and _splits(source, sizes) and torch.Tensor.is_contiguous(source):
+        return _reflowed(trace, source, sizes)
+    return NotImplemented
+
+
+@function(torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel)
+def _flatten(
+    trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.Tensor:
+    source, *dims = args or (kwargs["input"],)
+    if not extents_of(source) or source.dim() < 2 or not {*map(type, dims)} <= {int}:
+        return NotImplemented
+    ends = {"start_dim": 0, "end_dim": -1}
+    ends |= dict(zip(ends, dims, strict=False)) | {k: v for k, v in kwargs.items() if k in ends}
+    start, end = (range(source.dim())[dim] for dim in ends.values())
+    if start >= end:
+        return NotImplemented
+    sizes = (*source.shape[:start], -1, *source.shape[end + 1 :])
+    return _reshape(trace, torch.Tensor.reshape, (source, *sizes), {})
+
+
+def _reflowed(trace: Trace, source: Any, sizes: Any) -> torch.Tensor:
+    """Return the real elements in another shape, of a tensor that has no gaps where all are real.
+
+    A part of a longer tensor may have gaps in eager PyTorch, so that no write may follow.
+    """
+    if not source._chain:
+        return reflowed(source, sizes)
+    # Eager has a view where the memory has no gaps, and a copy where it does.
+    made = reflowed(source.clone(memory_format=torch.contiguous_format), sizes)
+    site = user_line()
+    refusal = functools.partial(_written, site)
+    one, other = _memory_of(source), _memory_of(made)
+    trace.shared.add(one, other, None, trace.regions[-1], refusal)
+    return made
 
 
 def _memory_of(tensor: Any) -> Any:
@@ -127,7 +167,9 @@ def _unflatten(
     dim = kwargs["dim"] if "dim" in kwargs else rest.pop(0)
     sizes = kwargs["sizes"] if "sizes" in kwargs else rest.pop(0)
     dim %= source.dim()
-    return source.view([*source.shape[:dim], *sizes, *source.shape[dim + 1 :]])
+    shape = [*source.shape[:dim], *sizes, *source.shape[dim + 1 :]]
+    made = _view(trace, torch.Tensor.view, (source, shape), {})
+    return source.view(shape) if made is NotImplemented else made
 
 
 @function(torch.meshgrid)

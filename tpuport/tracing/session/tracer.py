@@ -51,6 +51,7 @@ from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
 from tpuport.tracing.session.interrupts import held_back
+from tpuport.tracing.session.left_functions import refuse_functions
 from tpuport.tracing.session.output_aliases import memory_of, output_aliases, rebound
 from tpuport.tracing.session.program_io import (
     is_of_text,
@@ -446,6 +447,7 @@ class Tracer:
         wide: bool,
     ) -> TraceResult:
         out_leaves, out_spec = pytree.flatten(result, leaf=program_leaf)
+        refuse_functions(out_spec, runs_by_parts=self.takes_gradients)
         arrays, metas = program_leaves(out_leaves, wide=wide)
         outcome = TraceResult(
             arrays, out_spec, metas, {}, {}, None, trace, list(self.rewrites.values())

@@ -107,6 +107,28 @@ def refuse_parameter_class(name: str, value: torch.Tensor) -> None:
         )
 
 
+def refuse_closed_parameters(module: torch.nn.Module) -> None:
+    """Refuse parameters of a class that lets no function of torch at its tensor.
+
+    Raises:
+        PortError: There is one.
+    """
+    for name, tensor in torch.nn.Module.named_parameters(module):
+        if type(tensor) is torch.nn.Parameter:
+            continue
+        try:
+            tensor.numel()
+        except (TypeError, AttributeError) as error:
+            kind = type(tensor).__name__
+            raise port_error(
+                f"{name} is a {kind}, a class of tensors that refuses torch's functions: {error}",
+                code="TPU106",
+                remedy="keep the plain tensor as the parameter, and make this of it in forward; if"
+                " the class of the module is not yours, leave it to eager PyTorch:"
+                " `tpuport run --eager NAME`",
+            ) from error
+
+
 class Reads(Protocol):
     """What code reads, by name (`tracing/guards/code_reads.py`)."""
 
