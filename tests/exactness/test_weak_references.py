@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import tpuport
 from tests.exactness.scenario import normal
@@ -118,3 +119,36 @@ def test_a_script_trains_modules_with_weak_references(build: type[nn.Module]):
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu()
+
+
+class _Wrapping(torch.optim.SGD):
+    """An optimizer around another one that never ran its class's `__init__`, as Lightning's."""
+
+    def __init__(self, inner: torch.optim.SGD) -> None:
+        vars(self).update(vars(inner))
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_a_copy_of_an_optimizer_leaves_its_class_as_it_is():
+    class Trained(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * self.trainer["optimizer"].param_groups[0]["lr"]
+
+    calls: list[str] = []
+    handle = register_optimizer_step_pre_hook(lambda one, *_: calls.append(type(one).__name__))
+    try:
+        with tpuport.porting():
+            model = Trained(3, 3).cuda()
+            optimizer = _Wrapping(torch.optim.SGD(model.parameters(), 0.5))
+            model.trainer = {"optimizer": optimizer}
+            expected = nn.functional.linear(X, _host(model.weight), _host(model.bias)) * 0.5
+            found = model(X.cuda())
+            assert torch.allclose(_host(found), expected, 1e-5, 1e-6)
+            found.sum().backward()
+            optimizer.step()
+    finally:
+        handle.remove()
+    assert calls == ["SGD"]

@@ -228,7 +228,9 @@ class Cloner:
 
     def _shallow(self, value: Any) -> Any:
         """Return a copy whose parts are still to be copied; the value itself if it is shared."""
-        if isinstance(value, torch.nn.Module):
+        # An optimizer's `__setstate__` puts the hooks of all optimizers around the `step` of its
+        # class: Lightning's, which calls that of another optimizer, would run them twice.
+        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
             return blank_of(value.__class__)(value.__class__)
         home = type(value).__module__
         is_shared = home.split(".")[0] in _SHARED_PACKAGES and not home.startswith(_COPIED)
