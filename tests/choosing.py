@@ -13,7 +13,7 @@ import shlex
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ def of_mutants() -> tuple[str, ...]:
 
 
 def choose(
-    measured: Measured, seconds: float, whole: tuple[str, ...] = ()
+    measured: Measured,
+    seconds: float,
+    whole: tuple[str, ...] = (),
+    before: Collection[str] = (),
 ) -> tuple[list[str], int]:
     """Choose tests to leave out, those first that run the fewest lines of their own for their time.
 
@@ -71,6 +74,7 @@ def choose(
         measured: The measurement.
         seconds: CPU time of the tests that stay.
         whole: Files and folders whose tests all stay.
+        before: The ids of tests that were left out before, and stay so.
 
     Returns:
         The ids of the tests to leave out, and the number of lines that nothing else runs.
@@ -79,8 +83,10 @@ def choose(
     for line, tests in measured.lines.items():
         for test in tests:
             runs[test].append(line)
-    count = {line: len(tests) for line, tests in measured.lines.items()}
-    in_file = Counter(test.partition("::")[0] for test in measured.seconds)
+    count = Counter({line: len(tests) for line, tests in measured.lines.items()})
+    known = {test: None for test in before if test in measured.seconds}
+    count.subtract(line for test in known for line in runs[test])
+    in_file = Counter(test.partition("::")[0] for test in measured.seconds.keys() - known.keys())
 
     def price(test: str) -> float:
         own = sum(count[line] == 1 for line in runs[test])
@@ -90,10 +96,11 @@ def choose(
         (price(test), test)
         for test, (total, others) in measured.seconds.items()
         if total >= _LEAST_SECONDS and others < _LARGEST_SHARE_OF_OTHERS * total and runs[test]
-        if not test.startswith(whole)
+        if not test.startswith(whole) and test not in known
     ]
     heapq.heapify(queue)
-    left, out, lost = sum(total for total, _ in measured.seconds.values()), [], 0
+    left = sum(total for test, (total, _) in measured.seconds.items() if test not in known)
+    out, lost = [*known], sum(number == 0 for number in count.values())
     while queue and left > seconds:
         _, test = heapq.heappop(queue)
         # Its lines may be its own by now. Prices only rise, so the first of the queue is compared.
@@ -183,9 +190,11 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=float, default=1200, help="CPU time of the tests that stay, as measured"
     )
+    parser.add_argument("--anew", action="store_true", help="forget what was left out before")
     options: Any = parser.parse_args(given)
     measured = read(options.folder)
-    out, lost = choose(measured, options.seconds, (*_WHOLE, *of_mutants()))
+    before = () if options.anew else covered()
+    out, lost = choose(measured, options.seconds, (*_WHOLE, *of_mutants()), before)
     COVERED.write_text(_HEAD + "".join(f"{test}\n" for test in out), encoding="utf-8")
     total = sum(seconds for seconds, _ in measured.seconds.values())
     left = total - sum(measured.seconds[test][0] for test in out)

@@ -41,6 +41,14 @@ def test_one_of_two_that_run_the_same_stays():
     assert choose(given, 9)[1] == 2
 
 
+def test_what_was_left_out_stays_so():
+    given = measured(one=(9, "abcdef"), two=(8, "abcdef"), other=(7, "xy"))
+    before = ["tests/test_a.py::two"]
+    assert choose(given, 100, before=[*before, "gone"]) == (before, 0)
+    found = choose(given, 9, before=before)
+    assert (names(found), found[1]) == (["other", "two"], 2)
+
+
 def test_the_last_of_a_file_and_what_starts_processes_stay():
     given = measured(one=(9, "ab"), two=(8, "ab"))
     assert names(choose(given, 0)) == ["one"]

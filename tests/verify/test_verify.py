@@ -333,8 +333,12 @@ for step in range(2):
 """
 
 
-# Without a fault the same lines run.
-@pytest.mark.parametrize("fault", [None, pytest.param(5, marks=pytest.mark.slow)])
+# It runs the script twice and then with roundings, for half a minute; the test of kinks below is
+# near it. Without a fault the same lines run.
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(None, marks=pytest.mark.covered), pytest.param(5, marks=pytest.mark.slow)],
+)
 def test_a_decision_that_rounding_turned_is_no_difference(verify_text, fault):
     """And a true difference of the same size in another row is one, beside it."""
     found = verify_text("kink.py", KINK, fault, "--plain", "--steps=2")
