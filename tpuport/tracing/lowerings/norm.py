@@ -34,11 +34,17 @@ def native_batch_norm(
     wide = value.astype(jnp.float32) if value.dtype.itemsize < 4 else value
     if training:
         mean = jnp.mean(wide, axes)
-        variance = jnp.mean(jnp.square(wide - _column(mean, value.ndim)), axes)
+        centred = wide - _column(mean, value.ndim)
+        # Eager sums in float64. The rounding of the mean is what is left after it is taken off; it
+        # depends on no input, and its sum is taken in the same pass as that of the squares.
+        left = lax.stop_gradient(jnp.mean(centred, axes))
+        variance = jnp.mean(jnp.square(centred), axes) - jnp.square(left)
+        centred, mean = centred - _column(left, value.ndim), mean + left
         if running_mean is not None and running_var is not None:
             count = value.size // max(value.shape[1], 1)
             _move(running_mean, mean, momentum)
-            _move(running_var, variance * (count / max(count - 1, 1)), momentum)
+            unbiased = jnp.maximum(variance, 0) * (count / max(count - 1, 1))
+            _move(running_var, unbiased, momentum)
     else:
         assert running_mean is not None
         assert running_var is not None
@@ -46,9 +52,10 @@ def native_batch_norm(
             value_of(running_mean).astype(wide.dtype),
             value_of(running_var).astype(wide.dtype),
         )
+        centred = wide - _column(mean, value.ndim)
     inverse = jax.lax.rsqrt(variance + eps)
     scale = inverse if weight is None else inverse * value_of(weight).astype(wide.dtype)
-    out = (wide - _column(mean, value.ndim)) * _column(scale, value.ndim)
+    out = centred * _column(scale, value.ndim)
     if bias is not None:
         out = out + _column(value_of(bias).astype(wide.dtype), value.ndim)
     meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
