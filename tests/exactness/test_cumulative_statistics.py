@@ -60,5 +60,6 @@ def test_batch_statistics_are_as_near_to_float64_as_eagers(mean: float, std: flo
     with tpuport.porting():
         found = results(nn.BatchNorm2d(16).cuda(), x.cuda())
     for want, near, have in zip(exact, eager, found, strict=True):
+        # As far again as eager is, or what one rounding of the largest value makes.
         allowed = 2 * (near - want).abs().max() + 2e-7 * want.abs().max()
         assert (have - want).abs().max() <= allowed

@@ -77,6 +77,7 @@ def test_training_is_eagers(function: Any, by_parts: bool) -> None:
     with warnings.catch_warnings(record=True) as seen, tpuport.porting():
         warnings.simplefilter("always")
         found = trained(function, "cuda")
+    # XLA sums in another order, in three steps.
     torch.testing.assert_close(found, trained(function, "cpu"), rtol=1e-5, atol=1e-6)
     refused = [str(w.message) for w in seen if w.category.__name__ == "PortWarning"]
     assert len(refused) == by_parts, refused

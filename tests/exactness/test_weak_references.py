@@ -114,6 +114,7 @@ def test_a_script_trains_modules_with_weak_references(build: type[nn.Module]):
     expected = trained("cpu")
     with tpuport.porting():
         found = trained("cuda")
+    # XLA sums in another order, in three steps.
     assert all(torch.allclose(a, b, 1e-5, 1e-6) for a, b in zip(found, expected, strict=True))
 
 
@@ -146,7 +147,7 @@ def test_a_copy_of_an_optimizer_leaves_its_class_as_it_is():
             model.trainer = {"optimizer": optimizer}
             expected = nn.functional.linear(X, _host(model.weight), _host(model.bias)) * 0.5
             found = model(X.cuda())
-            assert torch.allclose(_host(found), expected, 1e-5, 1e-6)
+            assert torch.allclose(_host(found), expected)
             found.sum().backward()
             optimizer.step()
     finally:

@@ -103,6 +103,35 @@ def test_a_module_that_a_script_changes_before_each_call_is_not_compiled_for_eac
     assert settings.calls.traces < 8
 
 
+class TwoMethods(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mode, self.linear = "0", nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.linear(x) * len(self.mode)
+
+    def encode(self, x):
+        return self.linear(x) - len(self.mode)
+
+
+def test_other_methods_follow_the_structure_after_forward_runs_by_parts():
+    def called(device):
+        torch.manual_seed(0)
+        net, x, found = TwoMethods().to(device), torch.ones(1, 2, device=device), []
+        for length in range(1, 8):
+            net.mode = "m" * length
+            found.append(net(x).sum().item())
+        for length in (7, 6, 7, 1):
+            net.mode = "m" * length
+            found += [net.encode(x).sum().item(), net(x).sum().item()]
+        return found
+
+    expected = called("cpu")
+    with tpuport.porting(methods=("TwoMethods.encode",)), pytest.warns(PortWarning, match="mode"):
+        assert called("cuda") == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_module_without_weights_in_submodules_is_compiled_for_each_change():
     class Bare(nn.Module):
         def __init__(self):

@@ -32,12 +32,41 @@ def _random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def _saved(folder: Path, network: str, scheduler: Any, **config: Any) -> Path:
+    """Save a transformer with random weights and a scheduler, as diffusers lays them out."""
+    diffusers: Any = importlib.import_module("diffusers")
+    torch.manual_seed(0)
+    getattr(diffusers, network)(**config).save_pretrained(folder / "transformer")
+    scheduler.save_pretrained(folder / "scheduler")
+    return folder
+
+
+def _pipeline(name: str, folder: Path, network: str, scheduler: Any, **parts: Any) -> Any:
+    """Return diffusers' pipeline around a saved transformer, without what prepares its inputs."""
+    diffusers: Any = importlib.import_module("diffusers")
+    parts = {"vae": None, "text_encoder": None, "tokenizer": None} | parts
+    with quietly():
+        pipe = getattr(diffusers, name)(
+            scheduler=scheduler, transformer=_read(folder, network), **parts
+        )
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _prompts(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the prompts of a call of a pipeline from those of its transformer."""
+    names = {"encoder_hidden_states": "prompt_embeds"}
+    names |= {"encoder_attention_mask": "prompt_attention_mask"}
+    names |= {f"negative_{ours}": f"negative_{theirs}" for ours, theirs in names.items()}
+    return {names[name]: value for name, value in given.items() if name in names}
+
+
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    diffusers: Any = importlib.import_module("diffusers")
-    folder = tmp_path_factory.mktemp("wan")
-    torch.manual_seed(0)
-    diffusers.WanTransformer3DModel(
+    return _saved(
+        tmp_path_factory.mktemp("wan"),
+        "WanTransformer3DModel",
+        _scheduler(shift=3.0),
         patch_size=(1, 2, 2),
         num_attention_heads=2,
         attention_head_dim=12,
@@ -50,17 +79,15 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cross_attn_norm=True,
         qk_norm="rms_norm_across_heads",
         rope_max_seq_len=32,
-    ).save_pretrained(folder / "transformer")
-    _scheduler(shift=3.0).save_pretrained(folder / "scheduler")
-    return folder
+    )
 
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    diffusers: Any = importlib.import_module("diffusers")
-    folder = tmp_path_factory.mktemp("flux")
-    torch.manual_seed(0)
-    diffusers.FluxTransformer2DModel(
+    return _saved(
+        tmp_path_factory.mktemp("flux"),
+        "FluxTransformer2DModel",
+        _scheduler(use_dynamic_shifting=True),
         patch_size=1,
         in_channels=16,
         num_layers=2,
@@ -71,9 +98,7 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pooled_projection_dim=24,
         guidance_embeds=True,
         axes_dims_rope=[4, 4, 8],
-    ).save_pretrained(folder / "transformer")
-    _scheduler(use_dynamic_shifting=True).save_pretrained(folder / "scheduler")
-    return folder
+    )
 
 
 def _read(folder: Path, kind: str) -> Any:
@@ -91,20 +116,12 @@ PROMPTS = {
 
 def wan_pipeline(folder: Path, guidance: float) -> torch.Tensor:
     diffusers: Any = importlib.import_module("diffusers")
-    scheduler = _scheduler(shift=3.0)
     with quietly():
         vae = diffusers.AutoencoderKLWan(base_dim=3, z_dim=4, dim_mult=[1, 1, 1, 1]).eval()
-        pipe = diffusers.WanPipeline(
-            tokenizer=None,
-            text_encoder=None,
-            vae=vae,
-            scheduler=scheduler,
-            transformer=_read(folder, "WanTransformer3DModel"),
-        )
-    pipe.set_progress_bar_config(disable=True)
+    scheduler = _scheduler(shift=3.0)
+    pipe = _pipeline("WanPipeline", folder, "WanTransformer3DModel", scheduler, vae=vae)
     return pipe(
-        prompt_embeds=PROMPTS["encoder_hidden_states"],
-        negative_prompt_embeds=PROMPTS["negative_encoder_hidden_states"],
+        **_prompts(PROMPTS),
         latents=LATENTS.clone(),
         height=64,
         width=64,
@@ -136,20 +153,12 @@ def test_wan_without_guidance(wan: Path):
 
 def test_flux_gives_what_its_pipeline_gives(flux: Path):
     """Packed latents, coordinates without rows, a schedule shifted by the number of tokens."""
-    diffusers: Any = importlib.import_module("diffusers")
     embeds, pooled = _random(2, 5, 32, seed=4), _random(2, 24, seed=5)
     latents = _random(2, 24, 16, seed=6)
-    with quietly():
-        pipe = diffusers.FluxPipeline(
-            scheduler=_scheduler(use_dynamic_shifting=True),
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            text_encoder_2=None,
-            tokenizer_2=None,
-            transformer=_read(flux, "FluxTransformer2DModel"),
-        )
-    pipe.set_progress_bar_config(disable=True)
+    scheduler, others = _scheduler(use_dynamic_shifting=True), ("text_encoder_2", "tokenizer_2")
+    pipe = _pipeline(
+        "FluxPipeline", flux, "FluxTransformer2DModel", scheduler, **dict.fromkeys(others)
+    )
     wanted = pipe(
         prompt_embeds=embeds,
         pooled_prompt_embeds=pooled,
@@ -183,9 +192,13 @@ def masks(*counts: int) -> torch.Tensor:
 
 def test_ltx_gives_what_its_pipeline_gives(tmp_path: Path):
     """Packed tokens, coordinates that all rows share, masked prompts, a stretched schedule."""
-    diffusers: Any = importlib.import_module("diffusers")
-    torch.manual_seed(0)
-    diffusers.LTXVideoTransformer3DModel(
+    config: dict[str, Any] = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
+    config |= {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
+    scheduler = _scheduler(**config)
+    _saved(
+        tmp_path,
+        "LTXVideoTransformer3DModel",
+        scheduler,
         in_channels=8,
         out_channels=8,
         num_attention_heads=2,
@@ -193,28 +206,14 @@ def test_ltx_gives_what_its_pipeline_gives(tmp_path: Path):
         cross_attention_dim=16,
         caption_channels=16,
         num_layers=2,
-    ).save_pretrained(tmp_path / "transformer")
-    config: dict[str, Any] = {"use_dynamic_shifting": True, "shift_terminal": 0.1}
-    config |= {"base_shift": 0.95, "max_shift": 2.05, "base_image_seq_len": 1024}
-    _scheduler(**config).save_pretrained(tmp_path / "scheduler")
+    )
     frames, height, width = 3, 2, 4
     latents = _random(2, frames * height * width, 8, seed=7)
-    with quietly():
-        pipe = diffusers.LTXPipeline(
-            scheduler=_scheduler(**config),
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            transformer=_read(tmp_path, "LTXVideoTransformer3DModel"),
-        )
-    pipe.set_progress_bar_config(disable=True)
+    pipe = _pipeline("LTXPipeline", tmp_path, "LTXVideoTransformer3DModel", scheduler)
     given = {**PROMPTS, "encoder_attention_mask": masks(7, 4)}
     given["negative_encoder_attention_mask"] = masks(2, 2)
     wanted = pipe(
-        prompt_embeds=given["encoder_hidden_states"],
-        prompt_attention_mask=given["encoder_attention_mask"],
-        negative_prompt_embeds=given["negative_encoder_hidden_states"],
-        negative_prompt_attention_mask=given["negative_encoder_attention_mask"],
+        **_prompts(given),
         latents=latents.clone(),
         height=32 * height,
         width=32 * width,
@@ -237,9 +236,11 @@ def test_ltx_gives_what_its_pipeline_gives(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 def test_mochi_gives_what_its_pipeline_gives(tmp_path: Path):
     """Sigmas that rise, in steps that grow; prompts of which only some tokens are attended to."""
-    diffusers: Any = importlib.import_module("diffusers")
-    torch.manual_seed(0)
-    diffusers.MochiTransformer3DModel(
+    scheduler = _scheduler(invert_sigmas=True)
+    _saved(
+        tmp_path,
+        "MochiTransformer3DModel",
+        scheduler,
         patch_size=2,
         num_attention_heads=2,
         attention_head_dim=8,
@@ -249,24 +250,12 @@ def test_mochi_gives_what_its_pipeline_gives(tmp_path: Path):
         text_embed_dim=16,
         time_embed_dim=4,
         max_sequence_length=7,
-    ).save_pretrained(tmp_path / "transformer")
-    _scheduler(invert_sigmas=True).save_pretrained(tmp_path / "scheduler")
-    with quietly():
-        pipe = diffusers.MochiPipeline(
-            scheduler=_scheduler(invert_sigmas=True),
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            transformer=_read(tmp_path, "MochiTransformer3DModel"),
-        )
-    pipe.set_progress_bar_config(disable=True)
+    )
+    pipe = _pipeline("MochiPipeline", tmp_path, "MochiTransformer3DModel", scheduler)
     given = {**PROMPTS, "encoder_attention_mask": masks(7, 4).bool()}
     given["negative_encoder_attention_mask"] = masks(2, 2).bool()
     wanted = pipe(
-        prompt_embeds=given["encoder_hidden_states"],
-        prompt_attention_mask=given["encoder_attention_mask"],
-        negative_prompt_embeds=given["negative_encoder_hidden_states"],
-        negative_prompt_attention_mask=given["negative_encoder_attention_mask"],
+        **_prompts(given),
         latents=LATENTS.clone(),
         height=64,
         width=64,
@@ -286,9 +275,14 @@ def test_mochi_gives_what_its_pipeline_gives(tmp_path: Path):
 @pytest.mark.parametrize(("steps", "rotary"), [(4, True), (7, False)])
 def test_cogvideox_gives_what_its_pipeline_gives(steps: int, rotary: bool, tmp_path: Path):
     """A velocity in place of a flow: DDIM's steps, from noise alone."""
+    config: dict[str, Any] = {"prediction_type": "v_prediction", "snr_shift_scale": 1.0}
+    config |= {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
     diffusers: Any = importlib.import_module("diffusers")
-    torch.manual_seed(0)
-    diffusers.CogVideoXTransformer3DModel(
+    scheduler = diffusers.CogVideoXDDIMScheduler(**config)
+    _saved(
+        tmp_path,
+        "CogVideoXTransformer3DModel",
+        scheduler,
         num_attention_heads=2,
         attention_head_dim=16,
         in_channels=4,
@@ -302,24 +296,11 @@ def test_cogvideox_gives_what_its_pipeline_gives(steps: int, rotary: bool, tmp_p
         patch_size=2,
         max_text_seq_length=7,
         use_rotary_positional_embeddings=rotary,
-    ).save_pretrained(tmp_path / "transformer")
-    config: dict[str, Any] = {"prediction_type": "v_prediction", "snr_shift_scale": 1.0}
-    config |= {"timestep_spacing": "trailing", "rescale_betas_zero_snr": True}
-    scheduler = diffusers.CogVideoXDDIMScheduler(**config)
-    scheduler.save_pretrained(tmp_path / "scheduler")
-    with quietly():
-        pipe = diffusers.CogVideoXPipeline(
-            scheduler=scheduler,
-            vae=None,
-            text_encoder=None,
-            tokenizer=None,
-            transformer=_read(tmp_path, "CogVideoXTransformer3DModel"),
-        )
-    pipe.set_progress_bar_config(disable=True)
+    )
+    pipe = _pipeline("CogVideoXPipeline", tmp_path, "CogVideoXTransformer3DModel", scheduler)
     latents = LATENTS.transpose(1, 2)
     wanted = pipe(
-        prompt_embeds=PROMPTS["encoder_hidden_states"],
-        negative_prompt_embeds=PROMPTS["negative_encoder_hidden_states"],
+        **_prompts(PROMPTS),
         latents=latents.clone(),
         height=64,
         width=64,
@@ -337,6 +318,7 @@ def test_cogvideox_gives_what_its_pipeline_gives(steps: int, rotary: bool, tmp_p
     assert relative(found, wanted) < 1e-4
     cached = Flow(steps, 6.0, precision="float32", cache=StepCache("teacache", 1, 3, 2))
     again = denoise_latents(tmp_path, latents.numpy(), _as_arrays(given), cached)
+    # Steps that reuse what an earlier one found give another result, of the same video.
     assert 1e-4 < relative(again, wanted) < 0.3
     with pytest.raises(UsageError, match=r"shift=3.0: expected none for CogVideoX"):
         denoise_latents(tmp_path, latents.numpy(), _as_arrays(given), Flow(2, 6.0, 3.0))

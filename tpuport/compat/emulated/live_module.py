@@ -242,14 +242,16 @@ class LiveModel(PortedModel):
         if frame == self._frame and self._frames[self._number][1] is self._outside_values:
             self._structures.seen()
             return
-        self._frame = frame
+        # Until its programs are found: if it is refused, the next call takes the module in again.
+        self._frame = None
         for number, (known, outside) in self._frames.items():
             if known == frame and not outside.changed():
-                self._number = number
+                self._frame, self._number = frame, number
                 self._frames[number] = known, self._outside_values
                 self._structures.seen()
                 return
         self._structures.new(self._state_changes, self._user)
+        self._frame = frame
         self._number += 1 + max(self._frames) - self._number
         self._frames[self._number] = frame, self._outside_values
 

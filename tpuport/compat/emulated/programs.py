@@ -17,10 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 from tpuport.compat.emulated import captured_outputs
 from tpuport.compat.emulated.call_lengths import CallLengths
 from tpuport.compat.emulated.live_module import LiveModel
+from tpuport.compat.emulated.parts import has_parts, is_on_accelerator
 from tpuport.compat.emulated.report import Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
 from tpuport.foundation.errors import ParityError, PortError, UsageError
-from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.foundation.tracebacks import trim
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.reentrancy import is_part_of_program, one_at_a_time, part_of_program
@@ -72,7 +72,7 @@ def becomes_program(module: torch.nn.Module, method: str) -> bool:
         return False
     if _REFUSED[type(module), method] >= _TRIED and module not in _PROGRAMS:
         return False
-    return _is_on_accelerator(module) and not (settings.eager and _holds_eager(module, settings))
+    return is_on_accelerator(module) and not (settings.eager and _holds_eager(module, settings))
 
 
 def _holds_eager(module: torch.nn.Module, settings: PortingSettings) -> bool:
@@ -83,14 +83,6 @@ def _holds_eager(module: torch.nn.Module, settings: PortingSettings) -> bool:
         names = {name for c in classes for name in (c.__name__, f"{c.__module__}.{c.__qualname__}")}
         found = _HOLDS_EAGER[module] = not names.isdisjoint(settings.eager)
     return found
-
-
-def _is_on_accelerator(module: torch.nn.Module) -> bool:
-    # A class may have a `parameters` of its own, which returns a list.
-    first = next(torch.nn.Module.parameters(module), None)
-    if first is None:
-        first = next(torch.nn.Module.buffers(module), None)
-    return first is not None and is_tagged(first)
 
 
 def call(
@@ -208,17 +200,13 @@ def _name_the_option(error: PortError, module: torch.nn.Module) -> None:
     error.remedy = remedy
 
 
-def _has_parts(module: torch.nn.Module) -> bool:
-    return any(_is_on_accelerator(child) for child in module.children())
-
-
 def _is_refused(module: torch.nn.Module) -> bool:
     """Return whether a module that is no program is an error: it has parameters and no submodules.
 
     A loss or a matcher that has buffers only runs as other code of the script does.
     """
     has_parameters = next(torch.nn.Module.parameters(module), None) is not None
-    return has_parameters and not _has_parts(module) and not _has_hooks(module)
+    return has_parameters and not has_parts(module) and not _has_hooks(module)
 
 
 def _has_hooks(module: torch.nn.Module) -> bool:
@@ -242,7 +230,7 @@ def _say_descended(
     name = type(module).__name__
     what = name if method == "forward" else f"{name}.{method}"
     settings.report.descended.append(Descended(what, str(error)))
-    inside = "its submodules are" if _has_parts(module) else "and runs in eager PyTorch"
+    inside = "its submodules are" if has_parts(module) else "and runs in eager PyTorch"
     warnings.warn(f"{what} is not one program, {inside}: {error}", PortWarning, stacklevel=4)
 
 

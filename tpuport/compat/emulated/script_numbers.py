@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tpuport.compat.emulated.parts import has_parts
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.guards.module_changes import changed_numbers
 from tpuport.tracing.session.tracer import NEEDS_VALUE
@@ -75,15 +76,16 @@ class NewStructures:
 
         Args:
             changed: the names of what differs from the call before.
-            module: the module; in one whose submodules have no weights, nothing can be a program
-                instead.
+            module: the module; one without parts has nothing that could be programs instead.
 
         Raises:
             PortError: it is one of too many in a row.
         """
         self._count += 1
-        if self._count >= _MOST_NEW_STRUCTURES and _has_parts(module):
-            names = ", ".join(map(repr, list(changed)[:3]))
+        if self._count >= _MOST_NEW_STRUCTURES and has_parts(module):
+            # Values that are the module's own have a dot before their names.
+            own = dict.fromkeys(name.removeprefix(".") for name in changed)
+            names = ", ".join(map(repr, list(own)[:3]))
             raise PortError(
                 f"the Python attributes {names} were changed before each of the last"
                 f" {self._count} calls, so each call is compiled again",
@@ -93,8 +95,3 @@ class NewStructures:
                     " which is a program of its own"
                 ),
             )
-
-
-def _has_parts(module: torch.nn.Module) -> bool:
-    parameters = torch.nn.Module.parameters
-    return any(next(parameters(child), None) is not None for child in module.children())
