@@ -9,8 +9,9 @@ import torch
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, view_of
-from tpuport.compat.emulated.script_numbers import NewStructures, ScriptNumbers
+from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
+from tpuport.compat.emulated.structures import Structures
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, PortError, TpuportError
 from tpuport.foundation.interop import backend
@@ -26,21 +27,19 @@ from tpuport.model.parity import verify
 from tpuport.model.parity.saved_inputs import saved_inputs
 from tpuport.model.parity.verify import Reference
 from tpuport.model.ported_model import PortedModel
-from tpuport.model.program_cache import BoundCall, CallArguments
+from tpuport.model.program_cache import BoundCall, CachedProgram, CallArguments, Signature
 from tpuport.tracing.core import arguments
-from tpuport.tracing.guards.code_reads import CodeReads
-from tpuport.tracing.guards.global_state import GlobalState
-from tpuport.tracing.guards.linked_arguments import linked_cells, links_of
+from tpuport.tracing.guards.attribute_reads import AttributeReads, recorded
+from tpuport.tracing.guards.global_state import OWN
+from tpuport.tracing.guards.linked_arguments import links_of
 from tpuport.tracing.guards.module_changes import (
     differences,
-    frame_of,
     key_of,
     named,
     put,
     refuse_backward_hooks,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
-from tpuport.tracing.state.overlaps import overlapping
 from tpuport.tracing.state.request import Alias, Outside
 
 
@@ -69,22 +68,17 @@ class LiveModel(PortedModel):
         self._wanted: gradients.Wanted | None = None
         self._saved_inputs: dict[Any, tuple[frozenset[str], frozenset[int]]] = {}
         self._compared: gradients.DifferentiatedCall | None = None
-        self._script_numbers, self._structures = ScriptNumbers(), NewStructures()
+        self._script_numbers = ScriptNumbers()
         self._python_changes: list[Any] = []
         self._lengths, self._fit = CallLengths(type(module)), None
         self._left = LeftTensors()
-        # Whether a call has left tensors that share memory.
-        self._shares = False
         # Results that are buffers which the call writes to, or views of them.
         self._buffer_results: list[tuple[torch.Tensor, Alias]] = []
-        self._look_outside()
-        self._tree = self._taken_apart(module)
-        self._frame = self._frame_of(self._tree)
+        self._structures = Structures(self._reference, self._tracer.numbers)
+        self._tree = self._structures.tree()
         # The names of state that were seen, with a number each.
         self._names_seen: dict[Any, int] = {}
         self._named, self._named_at = 0, -1
-        # Each structure of the module that was seen has a number; cached programs belong to one.
-        self._number, self._frames = 0, {0: (self._frame, self._outside_values)}
         # A model begins on one device, whatever the script spreads.
         self._keys = {name: (key_of(t), None, None) for name, t in self._tree.leaves.items()}
         if verified:
@@ -112,7 +106,7 @@ class LiveModel(PortedModel):
         """
         check_signature(self._user, method, args, kwargs)
         refuse_backward_hooks(self._user)
-        self._tracer.links = links_of(self._user, (args, kwargs))
+        self._structures.links = self._tracer.links = links_of(self._user, (args, kwargs))
         # Without torch's function modes, reading the tensors takes half the time.
         with torch._C.DisableTorchFunction():
             self._follow_shardings(args, kwargs)
@@ -126,15 +120,12 @@ class LiveModel(PortedModel):
                 out = self._call_at_length(method, args, kwargs)
             except Exception as error:
                 if self._script_numbers.fixed_for(error, self._tracer.numbers, self.buffers):
-                    self._frame = None
+                    self._structures.forget()
                     return self.call(method, args, kwargs)
                 if after_error.is_of_the_code(error, (args, kwargs)):
                     after_error.repeat(self, self._user, method, args, kwargs)
                 raise
-        if self._outside_values.changed():
-            # Values that the call set at its first use.
-            self._outside_values = self._outside.snapshot()
-            self._frames[self._number] = self._frame, self._outside_values
+        self._structures.note_outside()  # which the call may set at its first use
         self._give_back(before)
         self._share_buffers()
         return out
@@ -189,12 +180,6 @@ class LiveModel(PortedModel):
 
     # -- state of the user's module ----------------------------------------------------------------
 
-    def _taken_apart(self, module: torch.nn.Module) -> StateTree:
-        """Return the state of the user's module, without attributes that its code never reads."""
-        tree = state_tree(module, self._tracer.numbers, graphs=True)
-        tree.drop_unread(self._outside.code.reads)
-        return tree
-
     def _follow_shardings(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put weights and arguments on the devices over which the script spreads them."""
         mesh = spread.mesh()
@@ -206,68 +191,40 @@ class LiveModel(PortedModel):
             self._reconfigure(placement=placement)
         placement.take(args, kwargs)
 
-    def _look_outside(self) -> None:
-        """Find what the code reads outside of the module, and read it."""
-        name = type(self._user).__name__
-        reads = CodeReads([self._user])
-        reads.leave_out(linked_cells(self._user, self._tracer.links))
-        self._outside = GlobalState(reads, name, self._source)
-        self._outside_values = self._outside.snapshot()
-
     def _take_in(self) -> None:
         """Take over what changed in the user's module since the last call."""
-        tree = self._taken_apart(self._user)
-        frame = self._frame_of(tree)
-        changed = self._outside_values.changed()
-        if frame != self._frame or changed:
-            self._state_changes.update(dict.fromkeys(changed, 1))
-            self._look_outside()
-            tree = self._taken_apart(self._user)
-            tree = self._take_structure(tree)
-            frame = self._frame_of(tree)
+        structures = self._structures
+        tree = structures.tree()
+        outside = structures.changed(tree)
+        if outside is not None:
+            unread = structures.unread(self._tree, tree, outside, self._values())
+            if structures.leave_out(unread, outside):
+                tree = structures.tree()
+            else:
+                names = (name.removeprefix(OWN) for name in outside)
+                self._state_changes.update(dict.fromkeys(names, 1))
+                tree = self._take_structure(tree, unread)
         for name, leaf in tree.leaves.items():
             self._take_leaf(name, leaf, name in tree.registered)
         self._tree = tree
-        self._tracer.held = tree.leaves
-        self._set_frame(frame)
+        self._tracer.held, self._tracer.unread = tree.leaves, structures.now.unread
 
-    def _frame_of(self, tree: StateTree) -> Any:
-        """Return what needs another program when it changes, as which tensors share memory."""
-        shared = tuple(sorted(overlapping(tree.leaves))) if self._shares else ()
-        tied = tuple((name, tuple(others)) for name, others in tree.aliases.items())
-        return frame_of(tree, self._user, self._tracer.links), shared, tied
-
-    def _set_frame(self, frame: Any) -> None:
-        """Switch to the programs of this structure, old ones if it was seen before."""
-        if frame == self._frame and self._frames[self._number][1] is self._outside_values:
-            self._structures.seen()
-            return
-        # Until its programs are found: if it is refused, the next call takes the module in again.
-        self._frame = None
-        for number, (known, outside) in self._frames.items():
-            if known == frame and not outside.changed():
-                self._frame, self._number = frame, number
-                self._frames[number] = known, self._outside_values
-                self._structures.seen()
-                return
-        self._structures.new(self._state_changes, self._user)
-        self._frame = frame
-        self._number += 1 + max(self._frames) - self._number
-        self._frames[self._number] = frame, self._outside_values
-
-    def _take_structure(self, tree: StateTree) -> StateTree:
+    def _take_structure(self, tree: StateTree, unread: frozenset[str]) -> StateTree:
         """Take over a changed attribute, layer or hook, which needs another program.
 
         A number that changes a second time becomes an input of the program.
         """
+        structures = self._structures
         again = self._script_numbers.again(self._tree, tree)
         for name in again:
             self._promote_number(name, tree.values[name])
             self._state_changes[name] = self._state_changes.get(name, 0) + 1
         if again:
-            tree = self._taken_apart(self._user)
-        if not again or self._frame_of(tree) != self._frame:
+            tree = structures.tree()
+        if not again or structures.frame(tree) != structures.now.frame:
             self._state_changes.update(dict.fromkeys(named(differences(self._tree, tree)), 1))
+        structures.find(self._state_changes, self._values(), unread)
+        tree = structures.tree()
         self._replace_module(clone_module(self._user, lambda t: t)[0])
         self._adopt(self._user, tree.leaves)
         return tree
@@ -336,12 +293,13 @@ class LiveModel(PortedModel):
             self._give_python_state(change)
         if self._left.shares:
             # The next program has to see which tensors share memory.
-            self._shares = True
+            self._structures.shares = True
             self._replace_module(clone_module(self._user, lambda t: t)[0])
         if self._python_changes or self._left.shares:
-            self._tree = self._taken_apart(self._user)
-            self._outside_values = self._outside.snapshot()
-            self._set_frame(self._frame_of(self._tree))
+            known = self._structures.now
+            self._structures.find(self._state_changes, self._values(), known.unread, known.outside)
+            self._tree = self._structures.tree()
+            self._tracer.unread = self._structures.now.unread
             registered = self._tree.registered
             self._keys |= {n: _key(t, n in registered) for n, t in self._tree.leaves.items()}
 
@@ -475,6 +433,7 @@ class LiveModel(PortedModel):
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if self._is_composed(method):
+            self._structures.now.reads.everything = True  # by code that is no part of a trace
             return super()._run(method, args, kwargs)
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
@@ -491,6 +450,25 @@ class LiveModel(PortedModel):
         results, self._left.flowing = call.results(list(flows))
         return self._finish(prepared, results), prepared.state
 
+    def _traced(
+        self, signature: Signature, state: dict[str, Any], given: CallArguments
+    ) -> tuple[CachedProgram, Any]:
+        if self._structures.now.unread:
+            # The copy has old values of attributes that did not count so far.
+            self._replace_module(clone_module(self._user, lambda t: t)[0])
+        reads = AttributeReads()
+        with recorded(self._user, reads):
+            made = super()._traced(signature, state, given)
+        changes = made[0].outcome.python_changes
+        reads.names.update(() if changes is None else changes.names)
+        reads.everything = self._tracer.fallback is not None
+        if self._structures.note_reads(reads):
+            self._tree = self._structures.tree()
+            for name, leaf in self._tree.leaves.items():
+                self._keys.setdefault(name, _key(leaf, name in self._tree.registered))
+            self._tracer.held, self._tracer.unread = self._tree.leaves, self._structures.now.unread
+        return made
+
     def _version_of_state(self) -> int:
         # With the number of its structure, the names say which program a state takes. A module
         # that a script resets (`net.hidden = None`) comes back to programs that it had.
@@ -502,7 +480,7 @@ class LiveModel(PortedModel):
         return self._named
 
     def _variant(self) -> Any:
-        return self._wanted, self._number
+        return self._wanted, self._structures.now.number
 
     def _transformed(self, pure: Any, paths: list[str], outcome: Any) -> Any:
         settings = active()
@@ -556,7 +534,13 @@ class LiveModel(PortedModel):
             key = self._fit.path
         if self._is_composed(method):
             key = len(args), frozenset(kwargs)
-        return method, key, self._version_of_state(), self._number, torch.is_grad_enabled()
+        return (
+            method,
+            key,
+            self._version_of_state(),
+            self._structures.now.number,
+            torch.is_grad_enabled(),
+        )
 
     def _note_saved(self, path: Any, expected: Reference) -> None:
         self._saved_inputs[path] = saved_inputs(expected)

@@ -83,9 +83,7 @@ class NewStructures:
         """
         self._count += 1
         if self._count >= _MOST_NEW_STRUCTURES and has_parts(module):
-            # Values that are the module's own have a dot before their names.
-            own = dict.fromkeys(name.removeprefix(".") for name in changed)
-            names = ", ".join(map(repr, list(own)[:3]))
+            names = ", ".join(map(repr, list(changed)[:3]))
             raise PortError(
                 f"the Python attributes {names} were changed before each of the last"
                 f" {self._count} calls, so each call is compiled again",

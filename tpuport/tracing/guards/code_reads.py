@@ -49,6 +49,7 @@ class CodeReads:
         roots: modules and functions.
         methods: the methods that are called; others are followed only if code names them. By
             default all methods are.
+        unread: the attributes of root modules that are known not to be read, by full name.
 
     Attributes:
         places: by an internal key, the namespaces and names of globals.
@@ -61,7 +62,13 @@ class CodeReads:
         types: the namespaces, by id, of code that may call Python's `type` or `isinstance`.
     """
 
-    def __init__(self, roots: Iterable[Any], methods: Iterable[str] | None = None) -> None:
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        methods: Iterable[str] | None = None,
+        unread: frozenset[str] = frozenset(),
+    ) -> None:
+        self.unread = unread
         self.places: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.functions: list[types.FunctionType] = []
         self.cells: dict[int, types.CellType] = {}
@@ -112,9 +119,11 @@ class CodeReads:
                 self.cells[id(owner)] = types.CellType(owner)
                 self._note_value(owner)
             return
-        for one in root.modules():
+        for fqn, one in root.named_modules():
             self._note_class(type(one), torch_too=True)
-            for value in [*vars(one).values(), *_hooks(one)]:
+            prefix = fqn + "." if fqn else ""
+            held = vars(one).items()
+            for value in [*(v for n, v in held if prefix + n not in self.unread), *_hooks(one)]:
                 self._note_value(value)
 
     def _note_class(self, cls: type, *, torch_too: bool = False) -> None:

@@ -28,6 +28,8 @@ from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
 from tpuport.tracing.guards.copies import Same, SameOrCopy
 
+# Begins the names of values that are attributes of the module itself.
+OWN = "self."
 _CONTAINERS = (list, dict, set, deque)
 _BASES = (list, tuple, dict, set, frozenset, deque)
 _LARGEST, _MOST_BYTES = 4096, 4096
@@ -86,7 +88,7 @@ class GlobalState:
         """
         if self._first is not None:
             self._first.restore()
-        what = ", ".join(name.lstrip(".") for name in changed[:3])
+        what = ", ".join(name.removeprefix(OWN).lstrip(".") for name in changed[:3])
         raise PortError(
             f"a call of {self._name} writes to what is outside of it ({what}), which"
             " a program would do once",
@@ -209,9 +211,11 @@ def _read(reads: CodeReads, module: torch.nn.Module | None) -> Iterator[tuple[st
 
 def _read_module(reads: CodeReads, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for fqn, one in module.named_modules():
+        prefix = fqn + "." if fqn else ""
         for name, value in vars(one).items():
             if type(value) not in VALUES and name not in _INTERNAL and reads.reads(name):
-                yield f"{fqn}.{name}", value
+                if prefix + name not in reads.unread:
+                    yield f"{OWN}{prefix}{name}", value
 
 
 def _identities(reads: CodeReads, identities: _Identities) -> None:

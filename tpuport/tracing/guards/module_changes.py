@@ -1,7 +1,9 @@
 """Changes of a user's module between two calls of it."""
 
+import dataclasses
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,12 +45,45 @@ def refuse_backward_hooks(module: torch.nn.Module) -> None:
             )
 
 
-def frame_of(tree: StateTree, module: torch.nn.Module, links: Links | None = None) -> Any:
+@dataclass(frozen=True)
+class Frame:
+    """Everything about a module that needs another program when it changes.
+
+    `tied` has the names of tensors that have several, and `shared` of those that share memory, if
+    that counts.
+    """
+
+    statics: dict[str, Any]
+    modules: dict[str, Any]
+    hooks: list[Any]
+    trained: list[bool]
+    set_on: dict[str, Any]
+    linked: Any
+    tied: dict[str, list[str]] = field(default_factory=dict)
+    shared: tuple[Any, ...] = ()
+
+    def without(self, names: frozenset[str]) -> "Frame":
+        """Return it without some attributes, by their full names."""
+        starts = tuple(name + end for name in names for end in ("[", "."))
+
+        def is_left(path: str) -> bool:
+            return path not in names and not path.startswith(starts)
+
+        tied = {name: list(filter(is_left, found)) for name, found in self.tied.items()}
+        return dataclasses.replace(
+            self,
+            statics={name: key for name, key in self.statics.items() if name not in names},
+            set_on={path: key for path, key in self.set_on.items() if is_left(path)},
+            tied={name: found for name, found in tied.items() if found and is_left(name)},
+        )
+
+
+def frame_of(tree: StateTree, module: torch.nn.Module, links: Links | None = None) -> Frame:
     """Return everything about a module that needs another program when it changes."""
     hooks = hook_keys(module, links)
     trained = [p.requires_grad for p in torch.nn.Module.parameters(module)]
-    tied = () if links is None else links.cells
-    return (tree.statics, tree.modules, hooks, trained, tree.set_on, tied)
+    linked = () if links is None else links.cells
+    return Frame(tree.statics, tree.modules, hooks, trained, tree.set_on, linked)
 
 
 def differences(before: StateTree, after: StateTree) -> Iterator[str]:

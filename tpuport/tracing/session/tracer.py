@@ -39,6 +39,7 @@ from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
+from tpuport.tracing.guards.attribute_reads import note_copy
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.linked_arguments import Links, linked_cells
@@ -120,6 +121,8 @@ class Tracer:
     passes: tuple[Pass, ...] = ()
     # What ties the arguments of this call to the module.
     links: Links | None = None
+    # Attributes of the module that no program is known to read, by full name.
+    unread: frozenset[str] = frozenset()
 
     @property
     def rolls(self) -> bool:
@@ -237,7 +240,7 @@ class Tracer:
         ]
         target = self.function if self.master is None else self.master
         name = getattr(target, "__name__", type(target).__name__)
-        reads = CodeReads(roots, ("forward", method))
+        reads = CodeReads(roots, ("forward", method), self.unread)
         if self.master is not None:
             reads.leave_out(linked_cells(self.master, self.links))
         return GlobalState(reads, name)
@@ -416,6 +419,7 @@ class Tracer:
 
         cloner = Cloner(tensor_map)
         module = cloner.clone(self.master)
+        note_copy(module)
         held = tree.leaves if self.held is None else self.held
         for name, leaf in tree.leaves.items():
             if name in traced:

@@ -107,6 +107,7 @@ def state_tree(
     *,
     objects: bool = False,
     graphs: bool = False,
+    unread: frozenset[str] = frozenset(),
 ) -> StateTree:
     """Flatten a module's state, by name.
 
@@ -115,6 +116,7 @@ def state_tree(
         number_names: Python numbers (by name) that count as leaves.
         objects: Flatten objects without tensors too, so that a change in one is seen.
         graphs: Whether a tensor that requires grad, other than a parameter, is of another kind.
+        unread: Attributes, by full name, that are left out.
     """
     tree = StateTree({}, {}, {}, {}, {}, set(), {})
     names: dict[int, str] = {}
@@ -133,7 +135,7 @@ def state_tree(
 
     # Without this, reading a tensor's size would go through the modes of a running trace.
     with torch._C.DisableTorchFunction():
-        _take_apart(tree, leaf, module, number_names, objects)
+        _take_apart(tree, leaf, module, number_names, objects, unread)
         if graphs:
             _note_graphs(tree)
     return tree
@@ -160,6 +162,7 @@ def _take_apart(
     module: torch.nn.Module,
     number_names: set[str] | frozenset[str],
     objects: bool,
+    unread: frozenset[str],
 ) -> None:
     # This runs over the complete model at each trace: local names are faster than attributes.
     owners, values, statics = tree.owners, tree.values, tree.statics
@@ -183,7 +186,11 @@ def _take_apart(
     # have their registered names, so attributes come after all parameters.
     for fqn, owner in modules:
         prefix, held = fqn + "." if fqn else "", owner.__dict__
-        for name in [name for name in held if name not in _INTERNAL]:
+        for name in [
+            name
+            for name in held
+            if name not in _INTERNAL and not (unread and prefix + name in unread)
+        ]:
             value = held[name]
             kind = type(value)
             if kind is tuple and set(map(type, value)) == {int}:
