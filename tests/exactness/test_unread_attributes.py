@@ -132,7 +132,7 @@ def trained(kind, device, each=None):
 
 
 def ported(kind, each=None):
-    expected, other = trained(kind, "cpu", each)
+    expected, _ = trained(kind, "cpu", each)
     with tpuport.porting() as settings:
         found, net = trained(kind, "cuda", each)
         for ours, theirs in zip(found, expected, strict=True):

@@ -23,7 +23,7 @@ from tpuport.tracing.state.overlaps import overlapping
 
 
 @dataclass
-class Structure:
+class ModuleStructure:
     """One structure of a module.
 
     Attributes:
@@ -76,12 +76,12 @@ class Structures:
         reads.leave_out(linked_cells(user, self.links))
         return GlobalState(reads, type(user).__name__, weakref.proxy(user))
 
-    def _new(self, number: int, unread: frozenset[str], outside: GlobalState) -> Structure:
-        made = Structure(number, outside, outside.snapshot(), unread)
+    def _new(self, number: int, unread: frozenset[str], outside: GlobalState) -> ModuleStructure:
+        made = ModuleStructure(number, outside, outside.snapshot(), unread)
         made.frame = self.frame(self.tree(made))
         return made
 
-    def tree(self, of: Structure | None = None) -> StateTree:
+    def tree(self, of: ModuleStructure | None = None) -> StateTree:
         """Return the module's state, without attributes that do not count in a structure.
 
         Args:

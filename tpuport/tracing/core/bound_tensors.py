@@ -1,7 +1,7 @@
-"""Tensors that a custom backward reads from outside: weights of the modules that it calls.
+"""What a custom backward reads from outside: weights and numbers of the modules that it calls.
 
-The backward runs in a later trace than its forward. The tensors that its context and its functions
-refer to then hold other values, which jax hands to it, for as long as it runs.
+The backward runs in a later trace than its forward. The tensors and traced numbers that its context
+and its functions refer to then hold other values, which jax hands to it, for as long as it runs.
 """
 
 import contextlib
@@ -22,11 +22,13 @@ from tpuport.foundation.pytree.children import (
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import Storage
+from tpuport.tracing.core.sym_node import NumberNode
+from tpuport.tracing.core.sym_numbers import SYMBOLIC
 from tpuport.tracing.core.tensor import TracedTensor
 
 
 class BoundTensors:
-    """The tensors of a trace that can be reached from some objects.
+    """The tensors and numbers of a trace that can be reached from some objects.
 
     Args:
         trace: The trace.
@@ -37,7 +39,11 @@ class BoundTensors:
         self.tensors: list[TracedTensor] = []
         # The host tensors among them that stand for traced ones.
         self.hosts: dict[int, TracedTensor] = {}
+        self.numbers: list[NumberNode] = []
         for found in walk(roots, _parts):
+            if isinstance(found, SYMBOLIC) and isinstance(found.node, NumberNode):
+                if isinstance(found.node.held, jax.core.Tracer):
+                    self.numbers.append(found.node)
             if not isinstance(found, torch.Tensor):
                 continue
             tensor = found if isinstance(found, TracedTensor) else trace.alias(found)
@@ -55,18 +61,22 @@ class BoundTensors:
 
     @property
     def values(self) -> list[jax.Array]:
-        """Return the values of the storages."""
-        return [storage.value for storage in self.storages]
+        """Return the values of the storages, then of the numbers."""
+        stored = [storage.value for storage in self.storages]
+        return stored + [node.held for node in self.numbers]
 
     @contextlib.contextmanager
     def holding(self, values: Iterable[jax.Array], trace: Trace) -> Iterator[None]:
-        """Give the storages other values inside the block, as parts of another trace.
+        """Give the storages and numbers other values inside the block, as parts of another trace.
 
         None of them may be written there, and `backward()` gives them gradients.
         """
         before = [(storage, storage.value, storage.trace) for storage in self.storages]
-        for storage, value in zip(self.storages, values, strict=True):
+        numbers, given = [node.held for node in self.numbers], list(values)
+        for storage, value in zip(self.storages, given, strict=False):
             _put(storage, value, trace)
+        for node, value in zip(self.numbers, given[len(self.storages) :], strict=True):
+            _hold(node, value)
         gathered, read_only, hosts = trace.gathered, trace.read_only, trace.substitutes
         trace.gathered = gathered | {id(t): t for t in self.tensors if not t._frozen}
         trace.read_only = read_only | {storage.serial for storage in self.storages}
@@ -77,9 +87,13 @@ class BoundTensors:
             trace.gathered, trace.read_only, trace.substitutes = gathered, read_only, hosts
             for storage, value, owner in before:
                 _put(storage, value, owner)
+            for node, value in zip(self.numbers, numbers, strict=True):
+                _hold(node, value)
 
     def take_gradients(self) -> list[TracedTensor | None]:
         """Return the gradient that `backward()` left for each storage, and forget it.
+
+        Numbers, which come after the storages, have none.
 
         Raises:
             PortError: it left one for a view.
@@ -101,12 +115,16 @@ class BoundTensors:
                 tensor.grad = None
                 total = grad if total is None else total + grad  # pyright: ignore[reportAssignmentType]
             found.append(total)
-        return found
+        return found + [None] * len(self.numbers)
 
 
 def _put(storage: Storage, value: Any, trace: Any) -> None:
     storage.value, storage.trace = value, trace
     storage.version += 1  # no view may use what it read before
+
+
+def _hold(node: NumberNode, value: jax.Array) -> None:
+    node.held, node._narrow = value, None
 
 
 def _parts(value: Any) -> list[Any]:

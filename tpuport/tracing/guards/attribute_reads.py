@@ -51,7 +51,7 @@ class AttributeReads:
         self.everything = self.everything or other.everything
 
 
-class _Recorder:
+class _Accesses:
     """The accesses of one block, by the id of the module."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Recorder:
         return found
 
 
-_RUNNING: list[_Recorder] = []
+_RUNNING: list[_Accesses] = []
 
 
 @contextlib.contextmanager
@@ -110,19 +110,18 @@ def recorded(module: torch.nn.Module, into: AttributeReads) -> Iterator[None]:
         module: the module itself, which closures may lead to.
         into: what is found is added to it, also if the block raises.
     """
-    recorder, token = _Recorder(), object()
+    accesses, token = _Accesses(), object()
     try:
-        REPLACED.add(
-            token, [Replacement(torch.nn.Module, "__getattribute__", recorder.replacement())]
-        )
-        recorder.note_module(module)
-        _RUNNING.append(recorder)
+        noting = accesses.replacement()
+        REPLACED.add(token, [Replacement(torch.nn.Module, "__getattribute__", noting)])
+        accesses.note_module(module)
+        _RUNNING.append(accesses)
         yield
     finally:
         REPLACED.remove(token)
-        if recorder in _RUNNING:
-            _RUNNING.remove(recorder)
-        into.add(recorder.reads())
+        if accesses in _RUNNING:
+            _RUNNING.remove(accesses)
+        into.add(accesses.reads())
 
 
 def note_copy(module: torch.nn.Module) -> None:

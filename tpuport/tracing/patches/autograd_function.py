@@ -141,7 +141,7 @@ class _FunctionCall:
         self.saved: list[Any] = []
         # For each saved tensor, the output that it is.
         self.saved_outputs: list[int | None] = []
-        # What the backward reads besides: weights of modules that it calls.
+        # What the backward reads besides: weights and numbers of modules that it calls.
         self.bound = BoundTensors(trace, ())
         # For each saved tensor, the one of those that it is, or a constant of the host.
         self.saved_given: list[torch.Tensor | None] = []
@@ -166,7 +166,7 @@ class _FunctionCall:
         ]
         contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
         key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
-        return [*key, self.bound.tensors, self.saved_given]
+        return [*key, self.bound.tensors, self.bound.numbers, self.saved_given]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward and return its outputs."""
@@ -392,7 +392,7 @@ class _FunctionCall:
             try:
                 jax.eval_shape(run, self.residual_kinds, cotangents)
             except Exception:  # raised again, to the user, when a gradient is asked for
-                found = [True] * (len(self.tensors) + len(self.bound.storages))
+                found = [True] * (len(self.tensors) + len(self.bound.values))
             self._reached = found
         return self._reached
 
