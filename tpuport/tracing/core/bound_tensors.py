@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
+import jax.core
 import torch
 
 from tpuport.foundation.pytree.children import (
