@@ -246,3 +246,31 @@ def test_tensors_of_what_is_left_out_stay_the_scripts():
             net(torch.ones(2, 3, device="cuda"))
             assert net.last["loss"] is kept[-1]
         assert [t[0].item() for t in kept] == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_structure_that_a_call_leaves_counts_all_until_a_program_is_traced():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count, self.weight = 0, nn.Parameter(torch.ones(2))
+            self.items = [torch.zeros(2), torch.zeros(2)]
+
+        def forward(self, x):
+            if self.count % 2:
+                self.count += 1
+            else:
+                self.items[1] = self.weight * self.count
+            return x * self.weight
+
+    def called(device):
+        net, found = Counts().to(device), []
+        for count in (None, 2, None, 1, None, 3, 4, None, 7):
+            if count is not None:
+                net.count = count
+            net(torch.ones(2, device=device))
+            found.append((net.count, net.items[1].sum().item()))
+        return found
+
+    expected = called("cpu")
+    with tpuport.porting():
+        assert called("cuda") == expected

@@ -433,7 +433,7 @@ class LiveModel(PortedModel):
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
         if self._is_composed(method):
-            self._structures.now.reads.everything = True  # by code that is no part of a trace
+            self._structures.note_reads(AttributeReads(everything=True))  # by code on the host
             return super()._run(method, args, kwargs)
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
@@ -450,12 +450,19 @@ class LiveModel(PortedModel):
         results, self._left.flowing = call.results(list(flows))
         return self._finish(prepared, results), prepared.state
 
+    def _refresh(self) -> None:
+        """Give the copy the values of attributes that have not counted so far."""
+        if self._structures.now.unread:
+            self._replace_module(clone_module(self._user, lambda t: t)[0])
+
+    def _verified_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._refresh()
+        return super()._verified_call(method, args, kwargs)
+
     def _traced(
         self, signature: Signature, state: dict[str, Any], given: CallArguments
     ) -> tuple[CachedProgram, Any]:
-        if self._structures.now.unread:
-            # The copy has old values of attributes that did not count so far.
-            self._replace_module(clone_module(self._user, lambda t: t)[0])
+        self._refresh()
         reads = AttributeReads()
         with recorded(self._user, reads):
             made = super()._traced(signature, state, given)

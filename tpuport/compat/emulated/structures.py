@@ -8,7 +8,7 @@ count.
 import dataclasses
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -32,7 +32,7 @@ class ModuleStructure:
         values: the values there.
         frame: the module's own part.
         unread: the attributes that have changed and count no more, by full name.
-        reads: which attributes code looked at while its programs were traced.
+        reads: which attributes code looked at while its programs were traced; None before that.
     """
 
     number: int
@@ -40,7 +40,7 @@ class ModuleStructure:
     values: OutsideValues
     unread: frozenset[str]
     frame: Frame | None = None
-    reads: AttributeReads = field(default_factory=AttributeReads)
+    reads: AttributeReads | None = None
 
 
 class Structures:
@@ -118,6 +118,8 @@ class Structures:
             outside: the names of values outside that have changed.
             inputs: the names of state that programs take.
         """
+        if self.now.reads is None:
+            return self.now.unread
         own = (name.removeprefix(OWN) for name in outside if name.startswith(OWN))
         changed = {*differences(before, after), *own} - before.registered - after.registered
         found = unread(changed, self.now.reads, {**before.owners, **after.owners})
@@ -154,6 +156,7 @@ class Structures:
         Returns:
             Whether it looked at attributes that did not count; they count from now on.
         """
+        self.now.reads = self.now.reads or AttributeReads()
         self.now.reads.add(reads)
         again = {n for n in self.now.unread if reads.include(n, n.rpartition(".")[0])}
         if again:

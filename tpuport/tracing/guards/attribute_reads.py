@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -30,15 +31,19 @@ _SHOWING = frozenset({"__dir__", "__setstate__", "_replicate_for_data_parallel"}
 _CACHED = functools.cached_property.__get__.__code__
 
 
+@dataclass
 class AttributeReads:
-    """The names of attributes that code looked at, of a module and of its traced copies."""
+    """What code looked at, of a module and of its traced copies.
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        # The fqns of modules of which code may have looked at anything.
-        self.whole: set[str] = set()
-        # Whether code may have looked at anything at all.
-        self.everything = False
+    Attributes:
+        names: attributes, by full name.
+        whole: the fqns of modules of which code may have looked at anything.
+        everything: whether code may have looked at anything at all.
+    """
+
+    names: set[str] = field(default_factory=set)
+    whole: set[str] = field(default_factory=set)
+    everything: bool = False
 
     def include(self, name: str, owner: str) -> bool:
         """Return whether code looked at an attribute of the module with the fqn `owner`."""
