@@ -246,7 +246,7 @@ class PortedModel(PortedState):
         verifier, path = self._verifier, self._path_of(method, args, kwargs)
         trainable = self._differentiates(args, kwargs)
         call = verifier.call(method, args, kwargs, trainable=trainable)
-        with self._tracer.outside(method).left_alone():
+        with self._tracer.outside(method).left_alone(), verifier.writes_restored():
             started = time.monotonic()
             expected = verifier.reference(call)
             spent = time.monotonic() - started

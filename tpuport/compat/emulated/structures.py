@@ -78,7 +78,7 @@ class Structures:
 
     def _new(self, number: int, unread: frozenset[str], outside: GlobalState) -> ModuleStructure:
         made = ModuleStructure(number, outside, outside.snapshot(), unread)
-        made.frame = self.frame(self.tree(made))
+        made.frame = self.frame(self.tree(made), made)
         return made
 
     def tree(self, of: ModuleStructure | None = None) -> StateTree:
@@ -92,12 +92,20 @@ class Structures:
         tree.drop_unread(of.outside.code.reads)
         return tree
 
-    def frame(self, tree: StateTree) -> Frame:
-        """Return what needs another program when it changes, of the module with this state."""
+    def frame(self, tree: StateTree, of: ModuleStructure | None = None) -> Frame:
+        """Return what needs another program when it changes, of the module with this state.
+
+        Args:
+            tree: the state.
+            of: the structure; the present one by default.
+        """
         shared = tuple(sorted(overlapping(tree.leaves))) if self.shares else ()
         tied = {name: list(others) for name, others in tree.aliases.items()}
         frame = frame_of(tree, self._user, self.links)
-        return dataclasses.replace(frame, tied=tied, shared=shared)
+        # Code that reads such a tensor from outside reads this state.
+        outside = {id(one): index for index, one in enumerate((of or self.now).values.tensors)}
+        seen = {name: outside[id(t)] for name, t in tree.leaves.items() if id(t) in outside}
+        return dataclasses.replace(frame, tied=tied, shared=shared, outside=seen)
 
     def changed(self, tree: StateTree) -> list[str] | None:
         """Return the names of the values outside that changed; None if nothing changed anywhere."""
@@ -193,7 +201,7 @@ class Structures:
         # If it is refused, the next call looks again.
         self._is_found = False
         for known in self._known:
-            if not known.values.changed() and known.frame == self.frame(self.tree(known)):
+            if not known.values.changed() and known.frame == self.frame(self.tree(known), known):
                 self.now, self._is_found = known, True
                 self._in_a_row.seen()
                 if held := known.unread - _without_inputs(known.unread, inputs):

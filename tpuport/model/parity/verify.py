@@ -30,6 +30,7 @@ from tpuport.tracing.core.keys import next_key
 from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import SWAPS, part_of_program
 from tpuport.tracing.guards import host_randomness
+from tpuport.tracing.guards.outside_tensors import OutsideWrites
 from tpuport.tracing.patches.manual_seed import ManualSeed
 from tpuport.tracing.patches.tensor_subclass import TensorSubclass
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
@@ -143,6 +144,8 @@ class Verifier:
         self.always = False
         self.changed_outside: list[str] = []
         self.why_no_float64 = ""
+        # What eager PyTorch wrote to outside of the module.
+        self.outside = OutsideWrites(())
         # Whether eager keeps what a backward pass needs, because the code runs one itself.
         self.saves = False
 
@@ -166,20 +169,37 @@ class Verifier:
     def _reference(self, call: Call) -> Reference:
         with self.ported.report.timed("observe"):
             before = call.tracer.outside(call.method).snapshot()
+            self.outside = OutsideWrites(before.tensors)
+            watch = (self.outside,) if self.outside else ()
             # Most models draw no random numbers: try without the mode that supplies them first.
             found = None
             # A generator needs it in any case.
             if not _has_generator((call.args, call.kwargs)) and not holds_generator(call.module):
                 state = torch.get_rng_state()
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
-                    found = self.seen(call)
+                    found = self.seen(call, *watch)
                     if found.drew or not torch.equal(state, torch.get_rng_state()):
                         found = None
             if found is None:
+                self.outside.restore()
                 with host_randomness.restored([call.module, call.args, call.kwargs]):
-                    found = self.seen(call, SameNumbers(call.key))
+                    found = self.seen(call, SameNumbers(call.key), *watch)
             self.changed_outside = before.changed()
+            # What is filled at its first use, with a flag that says so, stays; a trace tells.
+            refusal = None if self.changed_outside else self.outside.refusal()
+            if refusal is not None:
+                self.outside.restore()
+                raise refusal
         return found
+
+    @contextlib.contextmanager
+    def writes_restored(self) -> Iterator[None]:
+        """Take back what eager PyTorch wrote to outside of the module if the block raises."""
+        try:
+            yield
+        except BaseException:
+            self.outside.restore()
+            raise
 
     def seen(self, call: Call, *modes: Any) -> Reference:
         """Run eager PyTorch under modes, and note in which dtypes it computes."""

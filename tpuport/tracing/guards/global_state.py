@@ -115,6 +115,8 @@ class OutsideValues:
 
     def __init__(self, reads: CodeReads, module: torch.nn.Module | None = None) -> None:
         self._reads, self._module = reads, module
+        # The tensors among them; those of the module are not.
+        self.tensors: list[torch.Tensor] = []
         self._values, self._kept = self._now()
 
     def changed(self) -> list[str]:
@@ -131,6 +133,7 @@ class OutsideValues:
         freezer = _Freezer(self._reads)
         _identities(self._reads, freezer.identities)
         values = {name: freezer.freeze(value) for name, value in _read(self._reads, None)}
+        self.tensors = freezer.tensors
         if self._module is not None:
             freezer.sees_tensors = False
             own = _read_module(self._reads, self._module)
@@ -284,6 +287,7 @@ class _Freezer:
         self.identities = _Identities()
         # Lists, dicts, sets and the attributes of objects, which code may change in place.
         self.mutable: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
         # Whether a tensor is told from another one. Those of a module are state of the program.
         self.sees_tensors = True
         self._known: dict[int, Any] = {}
@@ -340,6 +344,8 @@ class _Freezer:
     def _attributes(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and not self.sees_tensors:
             return torch.Tensor
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
         kind = type(value)
         if isinstance(value, types.FunctionType):
             return self._function(value)

@@ -50,7 +50,7 @@ class Frame:
     """Everything about a module that needs another program when it changes.
 
     `tied` has the names of tensors that have several, and `shared` of those that share memory, if
-    that counts.
+    that counts. `outside` says which of the tensors that code reads outside a name is of.
     """
 
     statics: dict[str, Any]
@@ -61,6 +61,7 @@ class Frame:
     linked: Any
     tied: dict[str, list[str]] = field(default_factory=dict)
     shared: tuple[Any, ...] = ()
+    outside: dict[str, int] = field(default_factory=dict)
 
     def without(self, names: frozenset[str]) -> "Frame":
         """Return it without some attributes, by their full names."""
@@ -75,6 +76,7 @@ class Frame:
             statics={name: key for name, key in self.statics.items() if name not in names},
             set_on={path: key for path, key in self.set_on.items() if is_left(path)},
             tied={name: found for name, found in tied.items() if found and is_left(name)},
+            outside={name: index for name, index in self.outside.items() if is_left(name)},
         )
 
 

@@ -1,5 +1,6 @@
 """The inputs and outputs of a trace: traced tensors made of arrays, and arrays taken from them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.tensor_classes import adopt
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
+from tpuport.tracing.guards.outside_tensors import written_outside
 from tpuport.tracing.session.growing_arguments import sized
-from tpuport.tracing.state.module_state import StateTree, state_tree
+from tpuport.tracing.state.module_state import StateTree
 from tpuport.tracing.state.request import TraceRequest
 from tpuport.tracing.state.tensor_attributes import attributes_set_on, refuse_left_attributes
 
@@ -137,25 +139,23 @@ def traced_arguments(
     return args, kwargs, made, containers
 
 
-def refuse_lost_effects(
-    trace: Trace, module: torch.nn.Module | None, made: list[Any], result: Any
-) -> None:
+def refuse_lost_effects(trace: Trace, own: Iterable[Any], made: list[Any], result: Any) -> None:
     """Refuse what a call does beside its result and its own state, which would be lost.
 
     Args:
         trace: The trace of the call.
-        module: The traced copy of the module.
+        own: The state of the module.
         made: The call's arguments.
         result: What it returned.
 
     Raises:
         PortError: it wrote to another tensor, or set an attribute of an argument or result.
     """
-    _refuse_foreign_writes(trace, module, made)
+    _refuse_foreign_writes(trace, own)
     refuse_left_attributes(result, made)
 
 
-def _refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: list[Any]) -> None:
+def _refuse_foreign_writes(trace: Trace, own: Iterable[Any]) -> None:
     """Refuse writes to tensors other than arguments and the module's own: they would be lost.
 
     Raises:
@@ -163,23 +163,15 @@ def _refuse_foreign_writes(trace: Trace, module: torch.nn.Module | None, made: l
     """
     if not trace.promoted:
         return
-    owned = set(trace.made)
-    if module is not None:
-        leaves = state_tree(module).leaves.values()
-        owned |= {
-            t.untyped_storage()._cdata
-            for t in leaves
-            if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
-        }
+    owned = set(trace.made) | {
+        t.untyped_storage()._cdata
+        for t in own
+        if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
+    }
     for key, (tensor, storage) in trace.promoted.items():
         # Reading at a traced place promotes a tensor, too.
         if key not in owned and storage.version:
-            raise port_error(
-                f"a tensor of shape {tuple(tensor.shape)} that is neither an argument nor state of"
-                " the ported module is written in place (a global, or one in a closure)",
-                code="TPU406",
-                remedy="make it a buffer of the module, or convert the module that owns it",
-            )
+            raise written_outside(tensor)
 
 
 def refuse_writes_in_closures(closed: list[tuple[Any, Children]]) -> None:

@@ -354,8 +354,10 @@ class Tracer:
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
         trace.recorder.guards.refuse_writes(trace.is_foreign)
-        refuse_lost_effects(trace, module, made, result)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
+        # What a live module takes from outside, the script sees written, too.
+        owner = after if graphs else tree
+        refuse_lost_effects(trace, () if owner is None else owner.leaves.values(), made, result)
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
         )
