@@ -150,3 +150,23 @@ def test_what_is_filled_at_its_first_use_stays():
         assert ported(torch.ones(3)).tolist() == [1.0, 2.0, 3.0]
     assert table.tolist() == [0.0, 1.0, 2.0]
     assert filled == [True]
+
+
+class GivesData(Base):
+    def forward(self, x):
+        x.data = x.data * 2
+        return (x * self.weight).sum()
+
+
+class SetsMemory(Base):
+    def forward(self, x):
+        x.set_(torch.full((3,), 5.0))
+        return (x * self.weight).sum()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("kind", [GivesData, SetsMemory])
+def test_other_memory_of_an_argument_is_refused_at_its_line(kind, verify):
+    with pytest.raises(PortError, match="gets the memory of another tensor") as info:
+        tpuport.convert(kind(), verify=verify)(torch.ones(3))
+    assert "test_outside_tensors.py" in str(info.value)

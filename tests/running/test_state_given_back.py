@@ -8,6 +8,7 @@ from torch import nn
 
 import tpuport
 from tpuport.compat.emulated.programs import PortWarning, programs
+from tpuport.foundation.errors import PortError
 
 
 class Box:
@@ -367,3 +368,26 @@ def test_a_program_that_is_given_up_after_it_ran_leaves_nothing(make):
         got = ran("cuda")
     for have, want in zip(got, expected, strict=True):
         torch.testing.assert_close(have, want)
+
+
+def test_an_attribute_that_the_call_wrote_shares_its_memory_with_a_view_that_it_left():
+    class Detaches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.kept = nn.Parameter(torch.ones(2)), None
+            self.hidden = torch.zeros(2)
+
+        def forward(self, x):
+            self.hidden[0] = x[0]
+            if self.kept is None:
+                self.kept = self.hidden.detach()
+            return x * self.weight
+
+    with tpuport.porting():
+        net = Detaches().to("cuda")
+        net.hidden = net.hidden.cuda()
+        net(torch.ones(2, device="cuda"))
+        assert net.kept.data_ptr() == net.hidden.data_ptr()
+        # Eager PyTorch changes both; the port had one of them, without an error.
+        with pytest.raises(PortError, match="views of the same memory"):
+            net(torch.full((2,), 2.0, device="cuda"))

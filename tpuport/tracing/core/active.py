@@ -91,6 +91,7 @@ class ActiveTrace(Protocol):
     """The part of `context.Trace` that tensors, traced numbers and errors use."""
 
     effects: list[Any]
+    arguments: set[int]
     offsets_read: set[int]
     joins: dict[Any, Any]
     loop_samples: dict[Any, int]

@@ -272,6 +272,8 @@ class Trace:
         self.own_modules: dict[int, str] = {}
         # Storages numbered from here on are made by the program, not its state or arguments.
         self.first_serial = 0
+        # The tensors that stand for the call's arguments, by id.
+        self.arguments: set[int] = set()
         # The tensors that `backward()` gives a gradient, by id.
         self._leaves: weakref.WeakValueDictionary[int, TracedTensor] = weakref.WeakValueDictionary()
         # Constants that became leaves, kept alive so that no id is reused.

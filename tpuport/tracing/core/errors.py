@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from types import FrameType
 
+import torch
+
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.user_frames import inside_prefixes, user_frame
 from tpuport.tracing.core.active import ActiveTrace, innermost
@@ -183,6 +185,21 @@ def port_error(
     if trace is not None:
         trace.recorder.refusal = trace.recorder.refusal or error
     return error
+
+
+def refuse_other_memory(trace: ActiveTrace | None, tensor: torch.Tensor) -> None:
+    """Refuse to give an argument other memory (`x.data = y`, `x.set_(y)`): the caller's keeps its.
+
+    Raises:
+        PortError: the tensor is an argument of the call.
+    """
+    if trace is not None and id(tensor) in trace.arguments:
+        raise port_error(
+            f"an argument of shape {tuple(tensor.shape)} gets the memory of another tensor",
+            code="TPU406",
+            remedy="write to it in place (x.copy_(...)), or return the other tensor; under"
+            " porting(), leave the class to eager PyTorch: --eager",
+        )
 
 
 def refuse_flag_in_branch(trace: ActiveTrace | None) -> None:

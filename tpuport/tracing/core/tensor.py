@@ -21,7 +21,7 @@ from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import concretize, int64
 from tpuport.tracing.core.as_subclass import AsSubclass
 from tpuport.tracing.core.concretize import decide, identity_is_asked
-from tpuport.tracing.core.errors import port_error, refuse_flag_in_branch
+from tpuport.tracing.core.errors import port_error, refuse_flag_in_branch, refuse_other_memory
 from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.row_list import RowIterator, RowList
@@ -492,6 +492,7 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
 
     def _rebind_here(self, storage: Storage, chain: tuple[ViewStep, ...]) -> None:
         trace = self._storage.trace
+        refuse_other_memory(trace, self)
         for effects in () if trace is None else trace.effects:
             effects.rebinding(self)
         self.rebind(storage, chain)

@@ -42,7 +42,7 @@ def output_aliases(
             found_at = (Outside(leaf) if is_theirs else of, leaf, is_theirs)
             owners.setdefault(memory_id(traced), found_at)
     held = {} if before is None else before.leaves
-    gone = earlier_tensors({n: t for n, t in held.items() if kept.get(n) is not t})
+    gone = earlier_tensors(trace, {n: t for n, t in held.items() if kept.get(n) is not t})
     found: dict[int, Alias] = {}
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(outputs):
@@ -91,12 +91,16 @@ def stand_in(trace: Trace, leaf: torch.Tensor) -> torch.Tensor:
     return leaf if known is None else known
 
 
-def earlier_tensors(before: Mapping[str, Any]) -> dict[int, tuple[Any, torch.Tensor]]:
-    """Return those tensors of the state before a call that are traced, by their memory."""
+def earlier_tensors(trace: Trace, before: Mapping[str, Any]) -> dict[int, tuple[Any, torch.Tensor]]:
+    """Return those tensors of the state before a call that are traced, by their memory.
+
+    A plain attribute is one as soon as the call has written to it.
+    """
     found: dict[int, tuple[Any, torch.Tensor]] = {}
     for name, leaf in before.items():
-        if isinstance(leaf, TracedTensor):
-            found.setdefault(memory_id(leaf), (Before(name), leaf))
+        traced = stand_in(trace, leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(traced, TracedTensor):
+            found.setdefault(memory_id(traced), (Before(name), leaf))
     return found
 
 

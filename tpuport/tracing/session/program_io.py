@@ -1,6 +1,5 @@
 """The inputs and outputs of a trace: traced tensors made of arrays, and arrays taken from them."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -136,15 +135,16 @@ def traced_arguments(
     if request.lengths is not None:
         spec = sized(trace, request.lengths, made, spec, request.leaves[-1])
     args, kwargs = pytree.unflatten(spec, made, containers)
+    trace.arguments = set(map(id, made))
     return args, kwargs, made, containers
 
 
-def refuse_lost_effects(trace: Trace, own: Iterable[Any], made: list[Any], result: Any) -> None:
+def refuse_lost_effects(trace: Trace, own: StateTree | None, made: list[Any], result: Any) -> None:
     """Refuse what a call does beside its result and its own state, which would be lost.
 
     Args:
         trace: The trace of the call.
-        own: The state of the module.
+        own: The state that belongs to the module.
         made: The call's arguments.
         result: What it returned.
 
@@ -155,7 +155,7 @@ def refuse_lost_effects(trace: Trace, own: Iterable[Any], made: list[Any], resul
     refuse_left_attributes(result, made)
 
 
-def _refuse_foreign_writes(trace: Trace, own: Iterable[Any]) -> None:
+def _refuse_foreign_writes(trace: Trace, own: StateTree | None) -> None:
     """Refuse writes to tensors other than arguments and the module's own: they would be lost.
 
     Raises:
@@ -165,7 +165,7 @@ def _refuse_foreign_writes(trace: Trace, own: Iterable[Any]) -> None:
         return
     owned = set(trace.made) | {
         t.untyped_storage()._cdata
-        for t in own
+        for t in (() if own is None else own.leaves.values())
         if isinstance(t, torch.Tensor) and not isinstance(t, TracedTensor)
     }
     for key, (tensor, storage) in trace.promoted.items():

@@ -83,7 +83,7 @@ def _aliases(
     found: dict[str, Alias] = {}
     if before is None or after is None or not outcome.bound:
         return found
-    owners = earlier_tensors(before.leaves)
+    owners = earlier_tensors(outcome.trace, before.leaves)
     for index, leaf in enumerate(made):
         if isinstance(leaf, TracedTensor):
             owners.setdefault(memory_id(leaf), (index, leaf))

@@ -356,8 +356,7 @@ class Tracer:
         trace.recorder.guards.refuse_writes(trace.is_foreign)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
         # What a live module takes from outside, the script sees written, too.
-        owner = after if graphs else tree
-        refuse_lost_effects(trace, () if owner is None else owner.leaves.values(), made, result)
+        refuse_lost_effects(trace, after if graphs else tree, made, result)
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
         )
