@@ -30,6 +30,15 @@ def trim(error: BaseException) -> None:
             one.__traceback__ = _linked(kept)
 
 
+def forget(error: BaseException) -> None:
+    """Drop the traceback of an error and of what led to it.
+
+    An error that is kept would keep the variables of all frames alive that ran when it was raised.
+    """
+    for one in _chain(error, set()):
+        one.__traceback__ = None
+
+
 def _chain(error: BaseException | None, seen: set[int]) -> Iterator[BaseException]:
     if error is None or id(error) in seen:
         return

@@ -21,6 +21,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.foundation.tracebacks import forget
 from tpuport.foundation.user_frames import user_places
 from tpuport.tracing.control_flow.sized_results import (
     Bounds,
@@ -370,6 +371,9 @@ def _only_outcome(test: jax.Array, sides: list[_Side]) -> Forced | None:
         if side.error is not None:
             if other.error is not None:
                 raise side.error
+            # The check for it outlives the sides, whose values must not: a block around them would
+            # hand them on as results of its own.
+            forget(side.error)
             failed = test if outcome is False else jnp.logical_not(test)
             return Forced(outcome, failed, side.error)
     return None
