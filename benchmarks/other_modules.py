@@ -284,15 +284,20 @@ def _described(value: Any) -> str:
 
 
 def import_file(folder: Path, file: str) -> Any:
-    """Import a file below a folder, by its dotted name or, if that fails, by its own."""
-    sys.path[:0] = [str(folder), str((folder / file).parent)]
-    try:
-        return importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    except Exception as error:
+    """Import a file below a folder, as part of its package or, if that fails, by its own name."""
+    path = folder / file
+    top = path.parent
+    while (top / "__init__.py").exists() and top != folder:
+        top = top.parent
+    sys.path[:0] = [str(folder), str(top), str(path.parent)]
+    names = [".".join(path.relative_to(one).with_suffix("").parts) for one in (folder, top)]
+    error: Exception | None = None
+    for name in dict.fromkeys([*names, path.stem]):
         try:
-            return importlib.import_module(Path(file).stem)
-        except Exception:
-            raise error from None
+            return importlib.import_module(name)
+        except Exception as raised:  # code of others may raise anything
+            error = error or raised
+    raise error or ImportError(file)
 
 
 def judge_file(folder: Path, file: str, seconds: float) -> Iterator[Finding]:
