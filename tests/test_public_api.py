@@ -176,17 +176,28 @@ def test_torch_works_as_before_beside_plain_torchax():
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["tpuport.convert", "tpuport.training.make_train_step", "tpuport.quantize"]
-)
-def test_what_is_loaded_on_first_use_draws_no_random_numbers(name: str):
-    ask = """
-import random, numpy, torch, tpuport.training, tpuport.quantization
-random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
-{load}
-print(random.random(), numpy.random.rand(), torch.rand(()).item())
+# Each name is first used in a process of its own, a fork of one that has imported torch.
+_FIRST_USE = """
+import gc, os, random, numpy, torch, tpuport.training, tpuport.quantization
+for load in ("None", *{names}):
+    if (child := os.fork()) == 0:
+        random.seed(0), numpy.random.seed(0), torch.manual_seed(0)
+        before = [one["collections"] for one in gc.get_stats()]
+        eval(load)
+        looked = [one["collections"] for one in gc.get_stats()] != before
+        drawn = random.random(), numpy.random.rand(), torch.rand(()).item()
+        print(*drawn, looked, gc.isenabled(), gc.get_freeze_count(), flush=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, load
 """
-    assert run_python(ask.format(load=name)) == run_python(ask.format(load=""))
+
+
+def test_first_use_draws_no_random_numbers_and_collects_no_garbage():
+    names = ("tpuport.convert", "tpuport.training.make_train_step", "tpuport.quantize")
+    printed = run_python(_FIRST_USE.format(names=names)).splitlines()
+    assert len(printed) == 4
+    assert set(printed) == {printed[0]}
+    assert printed[0].endswith(" False True 0")
 
 
 def test_importing_changes_no_environment_variable():

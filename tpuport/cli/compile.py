@@ -15,6 +15,7 @@ from tpuport.cli._common import (
 )
 from tpuport.cli._supervised import supervise
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.imports import importing
 
 if TYPE_CHECKING:
     from tpuport.aot.report import CompileReport
@@ -134,7 +135,8 @@ def compile_(
             if not found.ranked:
                 raise typer.Exit(DOES_NOT_FIT if found.trials else WRONG_CALL)
             return
-        from tpuport.aot.compile_for import compile_for
+        with importing():
+            from tpuport.aot.compile_for import compile_for
 
         report = compile_for(ported, topology, inputs=inputs, **given)
         _show(report, as_json=as_json)
@@ -164,11 +166,12 @@ def _wanted(target: str) -> dict[str, Any]:
 
 def _ported(model: Any, target: str, method: str) -> Any:
     """Port the model if it is a plain module; return a ported model or training step unchanged."""
-    import torch
+    with importing():
+        import torch
 
-    from tpuport.model.convert import convert
-    from tpuport.model.ported_model import PortedModel
-    from tpuport.training.step_function import Training
+        from tpuport.model.convert import convert
+        from tpuport.model.ported_model import PortedModel
+        from tpuport.training.step_function import Training
 
     if isinstance(model, PortedModel) or isinstance(getattr(model, "training", None), Training):
         return model

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tpuport.cli._common import errors_as_exit_codes
+from tpuport.foundation.imports import importing
 
 _REWRITTEN, _PORTED, _RUN = "What is rewritten", "What is ported", "Run"
 
@@ -196,8 +197,9 @@ def run(
     """
     with errors_as_exit_codes("tpuport run"):
         _start_replicas(replicas)
-        from tpuport.compat.runner.run import RunTarget
-        from tpuport.compat.runner.run import run as run_program
+        with importing():
+            from tpuport.compat.runner.run import RunTarget
+            from tpuport.compat.runner.run import run as run_program
 
         status = run_program(
             RunTarget(script, module, args or ()),

@@ -7,6 +7,7 @@ import typer
 
 from tpuport.cli import _options as options
 from tpuport.cli._common import FAILED, errors_as_exit_codes, present, say
+from tpuport.foundation.imports import importing
 
 _RUNS, _RESULT = "Runs", "Result"
 
@@ -99,9 +100,10 @@ def verify(
     if the script fails in eager PyTorch.
     """
     with errors_as_exit_codes("tpuport verify"):
-        from tpuport.verify.compare import Limits
-        from tpuport.verify.processes import VerifiedScript
-        from tpuport.verify.report import verify as verify_script
+        with importing():
+            from tpuport.verify.compare import Limits
+            from tpuport.verify.processes import VerifiedScript
+            from tpuport.verify.report import verify as verify_script
 
         options.check_report_name(report)
         what = VerifiedScript(

@@ -7,6 +7,7 @@ import typer
 
 from tpuport.cli import _options as options
 from tpuport.cli._common import FAILED, errors_as_exit_codes, present
+from tpuport.foundation.imports import importing
 
 Spec = Annotated[
     str,
@@ -28,7 +29,8 @@ def verify_port(
     between; some steps of training. Exit code 1 if the two differ.
     """
     with errors_as_exit_codes("tpuport verify-port"):
-        from tpuport.verify.ports.verify_port import verify_port as compare
+        with importing():
+            from tpuport.verify.ports.verify_port import verify_port as compare
 
         options.check_report_name(report)
         found = compare(**_arguments(spec))

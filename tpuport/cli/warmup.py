@@ -9,6 +9,7 @@ import typer
 
 from tpuport.cli import _options as options
 from tpuport.cli._common import WRONG_CALL, errors_as_exit_codes, say
+from tpuport.foundation.imports import importing
 
 if TYPE_CHECKING:
     from tpuport.aot.cache.warmup import Warmed
@@ -51,11 +52,12 @@ def warmup(
     nothing and makes the calls itself. Damaged entries are removed first.
     """
     with errors_as_exit_codes("tpuport warmup"):
-        from tpuport.aot.cache.cache_folder import remove_damaged
-        from tpuport.aot.cache.compile_cache import GIB, compile_cache
-        from tpuport.aot.cache.warmup import warmup as warm_up
-        from tpuport.compat.runner.target import load_target
-        from tpuport.diagnosis.explain import explaining
+        with importing():
+            from tpuport.aot.cache.cache_folder import remove_damaged
+            from tpuport.aot.cache.compile_cache import GIB, compile_cache
+            from tpuport.aot.cache.warmup import warmup as warm_up
+            from tpuport.compat.runner.target import load_target
+            from tpuport.diagnosis.explain import explaining
 
         function = load_target(target)
         limit = int(max_size * GIB) or None

@@ -22,6 +22,7 @@ from tpuport.compat.import_stubs import STAND_INS
 from tpuport.compat.imports.import_hook import hook
 from tpuport.compat.packages._package import find_packages
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.imports import importing
 from tpuport.foundation.patching.shim import REPLACED, find_shims, look_for
 
 
@@ -219,7 +220,8 @@ class _Telling(importlib.abc.Loader):
         if spec is not None:
             spec.loader = self._loader
         module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        with importing():  # torch._dynamo, which the first optimizer imports, has 600 modules
+            self._loader.exec_module(module)
         self._done()
 
 

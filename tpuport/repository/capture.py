@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.imports import importing
 
 # The environment variable with the path of the settings.
 SETTINGS = "TPUPORT_CAPTURE"
@@ -216,8 +217,9 @@ def program() -> dict[str, Any]:
     Raises:
         UsageError: the script ended before its model was called.
     """
-    from tpuport.compat.porting import porting
-    from tpuport.compat.runner.run import RunTarget, run
+    with importing():
+        from tpuport.compat.porting import porting
+        from tpuport.compat.runner.run import RunTarget, run
 
     settings = json.loads(Path(os.environ[SETTINGS]).read_text())
     place = runpy.run_path(settings["before"], {"FOLDER": settings["folder"]}, "__before__")

@@ -19,6 +19,7 @@ from tpuport.compat.porting import porting
 from tpuport.compat.runner.exit import finish
 from tpuport.diagnosis.explain import add_explanation
 from tpuport.foundation.errors import UsageError
+from tpuport.foundation.imports import importing
 from tpuport.foundation.reporting.markup import visible
 from tpuport.foundation.tracebacks import DEBUG, trim
 
@@ -110,7 +111,8 @@ def run(
             from tpuport.aot.cache.compile_cache import compile_cache
 
             stack.enter_context(compile_cache(cache_dir))
-        settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
+        with importing():
+            settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
             status = _execute(program)
             if status == 0:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import inspect
 import sys
 import time
@@ -19,6 +18,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, UsageError
+from tpuport.foundation.imports import uncollected
 from tpuport.foundation.interop import backend, device_mark
 from tpuport.foundation.patching.shim import Shim, installed
 from tpuport.foundation.pytree.clone import Cloner
@@ -536,22 +536,6 @@ def eager_compiled() -> Any:
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Turn garbage collection off inside.
-
-    A collection of the oldest generation visits all objects that imports made, which takes longer
-    than tracing a large model. A trace leaves few cycles, and they are collected afterwards.
-    """
-    is_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_on:
-            gc.enable()
 
 
 @contextlib.contextmanager
