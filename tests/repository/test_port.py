@@ -144,6 +144,9 @@ def test_stages_are_done_once(
 
     def ended(arguments: Any, **options: Any) -> Finished:
         calls.append((arguments, options["folder"]))
+        # What takes minutes, and may be stopped, comes after what does not.
+        assert (tmp_path / "out" / "run.sh").is_file()
+        assert "run.sh" in json.loads((tmp_path / "out" / "report.json").read_text())["files"]
         found = COMPILED if arguments[0] == "compile" else EQUAL
         return Finished(0, f"the script prints\n{json.dumps(found)}", "")
 

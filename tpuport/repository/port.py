@@ -154,6 +154,9 @@ def _take_through(
             tell(name)
             done = replace(stage(project), key=key)
         report = replace(report, stages={**report.stages, name: done})
+        if name == "patch":  # what follows runs code for minutes, and may be stopped
+            launched = _launched(project, report.slice_name, unlimited_stack=False)
+            report = replace(report, files={**_FILES, **launched})
         report.save(wanted.out)
     fitting = report.stages["fit"].result.get("slice", report.slice_name)
     report = replace(report, slice_name=fitting)
@@ -164,7 +167,7 @@ def _take_through(
         launched = {page.name: "memory and time on the slice", **launched}
     else:  # one of an earlier call says nothing about what is asked now
         page.unlink(missing_ok=True)
-    report = replace(report, files={**report.files, **launched})
+    report = replace(report, files={**_FILES, **launched})
     report.save(wanted.out)
     return report
 
