@@ -8,9 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from tpuport.verify import compare
 from tpuport.verify.compare import Recording, behaviour, interface
 from tpuport.verify.files import compare_files
 from tpuport.verify.recorder import StepRecorder
+
+INF, NAN = float("inf"), float("nan")
 
 
 def recorded(
@@ -141,3 +144,29 @@ def test_what_torch_saved_is_compared_whatever_its_name(tmp_path: Path, name: st
     found = compare_files(tmp_path / "eager", tmp_path / "ported")
     assert found.problems == []
     assert found.errors == [(name, pytest.approx(0.5))]
+
+
+@pytest.mark.parametrize(
+    ("mine", "other", "relative"),
+    [
+        ([], [], 0.0),
+        ([0.0, 1.0], [-0.0, 1.0], 0.0),
+        ([3.0, -4.0], [3.0, -4.5], 0.125),
+        ([1.0, INF], [2.0, INF], 1.0),
+        ([2.0, NAN], [3.0, NAN], 0.5),
+        ([2.0, NAN], [2.0, 1.0], NAN),
+        ([2.0, INF], [2.0, 1.0], INF),
+        ([0.0, 0.0], [0.0, 1.0], INF),
+    ],
+)
+def test_differences_of_any_numbers(mine: list[float], other: list[float], relative: float) -> None:
+    """The largest of finite numbers is found without looking for others, which takes longer."""
+    found = compare._relative(torch.tensor(mine), torch.tensor(other))
+    assert found == pytest.approx(relative, nan_ok=True)
+
+
+def test_a_movement_begins_where_its_run_began() -> None:
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([11.0, 2.0])
+    moved = compare._movement({"w": torch.zeros(2)}, {"w": torch.tensor([10.0, 0.0])})
+    assert moved(a, b, "w") == 0.0
+    assert moved(a, a, "w") == pytest.approx(10 / 5**0.5)

@@ -287,7 +287,10 @@ def _movement(mine: Tensors, other: Tensors) -> Callable[[torch.Tensor, torch.Te
     """Return how far apart two movements are, of what begins with the values `mine` and `other`."""
 
     def apart(a: torch.Tensor, b: torch.Tensor, key: str) -> float:
-        start, begun = mine[key].double(), other.get(key, mine[key]).double()
+        start = mine[key].double()
+        if torch.equal(mine[key], other.get(key, mine[key])):  # they began alike, as nearly always
+            return _apart(a, b, a.double() - start)
+        begun = other[key].double()
         begun = begun if begun.shape == start.shape else start
         later = torch.where(start == begun, 0.0, start - begun)
         return _apart(a, b.double() + later, a.double() - start)
@@ -297,7 +300,15 @@ def _movement(mine: Tensors, other: Tensors) -> Callable[[torch.Tensor, torch.Te
 
 def _relative(mine: torch.Tensor, other: torch.Tensor, at_least: float = 0.0) -> float:
     """Return the largest difference, relative to the largest element or to `at_least`."""
+    if torch.equal(mine, other):
+        return 0.0
     a, b = mine.double(), other.double()
+    largest = float((a - b).abs_().max())
+    if math.isfinite(largest):  # then all is; what follows takes twice as many passes
+        size = max(float(a.abs().max()), at_least)
+        if not largest or not size:
+            return math.inf if largest else 0.0
+        return largest / size
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
         return 0.0
@@ -308,8 +319,12 @@ def _relative(mine: torch.Tensor, other: torch.Tensor, at_least: float = 0.0) ->
 
 def _apart(mine: torch.Tensor, other: torch.Tensor, scale: torch.Tensor) -> float:
     """Return the norm of a difference, relative to that of `scale`."""
+    if mine.dtype == other.dtype and torch.equal(mine, other):
+        return 0.0
     a, b = mine.double(), other.double()
-    difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm()
+    difference = (a - b).norm()
+    if not difference.isfinite():
+        difference = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, a - b).norm()
     if not difference:  # the same infinity has moved by no number
         return 0.0
     size = max(float(scale.double().norm()), torch.finfo(torch.float32).eps * float(a.norm()))
