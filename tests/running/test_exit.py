@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -24,19 +25,103 @@ LATE = 'import atexit, sys\natexit.register(print, "at exit")\n'
 END = '\nprint("end")\nsys.exit(7)\n'
 
 
-@pytest.fixture
-def ended(tmp_path):
-    """Runs a script to its end: the process, and the seconds that it took."""
+STUCK_THREAD = """
+    import threading
+    def wait():
+        threading.Event().wait()
+    threading.Thread(target=wait, name="the writer").start()
+"""
+STUCK_POOL = """
+    import threading
+    from concurrent.futures import ThreadPoolExecutor
+    def wait():
+        threading.Event().wait()
+    ThreadPoolExecutor(1, thread_name_prefix="the writer").submit(wait)
+"""
+ASKING_THREAD = """
+    import threading, time
+    def wait():
+        while True:
+            time.sleep(0.1)
+    threading.Thread(target=wait, name="the writer").start()
+"""
+STUCK_CHILD = """
+    import multiprocessing, time
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+    child.name = "loader"
+    child.start()
+    print(child.pid)
+"""
+STUCK_PROCESS_POOL = """
+    import multiprocessing, time
+    from concurrent.futures import ProcessPoolExecutor
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
+    pool.submit(time.sleep, 600)
+    time.sleep(0.3)
+    print(*pool._processes)
+"""
+STUCK_AT_EXIT = """
+    import threading
+    def late():
+        threading.Event().wait()
+    atexit.register(late)
+"""
+FAILING_AT_EXIT = STUCK_THREAD + "    atexit.register(lambda: 1 / 0)"
+PRINTING_IN_C = STUCK_THREAD + '\n    import ctypes; ctypes.CDLL(None).printf(b"from C\\n")\n'
+# Scripts that take no time of the processor, and the seconds for which work is waited for.
+WAITING = {
+    **dict.fromkeys((STUCK_THREAD, STUCK_POOL, ASKING_THREAD), 20.0),
+    **dict.fromkeys((STUCK_CHILD, STUCK_PROCESS_POOL), 20.0),
+    **dict.fromkeys((FAILING_AT_EXIT, PRINTING_IN_C), 20.0),
+    STUCK_AT_EXIT: 2.0,
+}
+
+
+class Running:
+    """A script on its way to its end, in a process of its own."""
+
+    def __init__(self, folder: Path, script: str, working: float) -> None:
+        path = folder / "script.py"
+        path.write_text(LATE + textwrap.dedent(script) + END)
+        self.printed = [folder / "out", folder / "err"]
+        command = [sys.executable, "-c", DRIVER, str(path), str(working)]
+        self.start, self.seconds = time.monotonic(), 0.0
+        with self.printed[0].open("wb") as out, self.printed[1].open("wb") as err:
+            self.process = subprocess.Popen(command, stdout=out, stderr=err, cwd=ROOT)
+        self.thread = threading.Thread(target=self.wait)
+        self.thread.start()
+
+    def wait(self) -> None:
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.seconds = time.monotonic() - self.start
+
+    def ended(self) -> tuple[subprocess.CompletedProcess, float]:
+        self.thread.join()
+        printed = (path.read_text() for path in self.printed)
+        status = self.process.returncode
+        return subprocess.CompletedProcess(self.process.args, status, *printed), self.seconds
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Runs a script to its end: the process, and the seconds that it took.
+
+    Those that only wait begin together, with the first of them that is asked for.
+    """
+    together: dict[str, Running] = {}
+
+    def begin(script: str, working: float) -> Running:
+        return Running(tmp_path_factory.mktemp("script"), script, working)
 
     def run(script: str, working: float = 20.0) -> tuple[subprocess.CompletedProcess, float]:
-        path = tmp_path / "script.py"
-        path.write_text(LATE + textwrap.dedent(script) + END)
-        command = [sys.executable, "-c", DRIVER, str(path), str(working)]
-        start = time.monotonic()
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
-        )
-        return done, time.monotonic() - start
+        if script in WAITING and not together:
+            together.update({one: begin(one, seconds) for one, seconds in WAITING.items()})
+        running = together.get(script) or begin(script, working)
+        return running.ended()
 
     return run
 
@@ -68,28 +153,6 @@ def test_nothing_is_said_where_python_would_end_by_itself(ended, script: str):
     assert lines[0] == "end"
     assert lines[-2:] == ["at exit", ""]
     assert ("worked" in lines) == ("worked" in script)
-
-
-STUCK_THREAD = """
-    import threading
-    def wait():
-        threading.Event().wait()
-    threading.Thread(target=wait, name="the writer").start()
-"""
-STUCK_POOL = """
-    import threading
-    from concurrent.futures import ThreadPoolExecutor
-    def wait():
-        threading.Event().wait()
-    ThreadPoolExecutor(1, thread_name_prefix="the writer").submit(wait)
-"""
-ASKING_THREAD = """
-    import threading, time
-    def wait():
-        while True:
-            time.sleep(0.1)
-    threading.Thread(target=wait, name="the writer").start()
-"""
 
 
 @pytest.mark.parametrize("script", [STUCK_THREAD, STUCK_POOL, ASKING_THREAD])
@@ -135,23 +198,6 @@ def test_but_not_for_ever(ended):
     assert seconds < 20
 
 
-STUCK_CHILD = """
-    import multiprocessing, time
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
-    child.name = "loader"
-    child.start()
-    print(child.pid)
-"""
-STUCK_PROCESS_POOL = """
-    import multiprocessing, time
-    from concurrent.futures import ProcessPoolExecutor
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"))
-    pool.submit(time.sleep, 600)
-    time.sleep(0.3)
-    print(*pool._processes)
-"""
-
-
 @pytest.mark.parametrize("script", [STUCK_CHILD, STUCK_PROCESS_POOL])
 def test_a_stuck_child_is_stopped(ended, script: str):
     done, seconds = ended(script)
@@ -169,15 +215,7 @@ def test_a_daemon_child_ends_as_python_ends_it(ended):
 
 
 def test_a_stuck_exit_function_is_named_and_left(ended):
-    done, seconds = ended(
-        """
-        import threading
-        def late():
-            threading.Event().wait()
-        atexit.register(late)
-        """,
-        working=2,
-    )
+    done, seconds = ended(STUCK_AT_EXIT)
     assert (done.returncode, done.stdout) == (7, "end\n")
     assert "left while a function registered with atexit was at" in done.stderr
     assert "script.py:" in done.stderr
@@ -185,13 +223,13 @@ def test_a_stuck_exit_function_is_named_and_left(ended):
 
 
 def test_an_exit_function_may_fail(ended):
-    done, _ = ended(STUCK_THREAD + "    atexit.register(lambda: 1 / 0)")
+    done, _ = ended(FAILING_AT_EXIT)
     assert (done.returncode, done.stdout) == (7, "end\nat exit\n")
     assert "ZeroDivisionError" in done.stderr
 
 
 def test_what_c_code_has_buffered_is_written(ended):
-    done, _ = ended(STUCK_THREAD + '\n    import ctypes; ctypes.CDLL(None).printf(b"from C\\n")\n')
+    done, _ = ended(PRINTING_IN_C)
     assert done.returncode == 7
     assert "from C\n" in done.stdout
 
