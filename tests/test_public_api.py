@@ -137,43 +137,58 @@ def test_a_slow_import_would_be_noticed():
     assert seconds_for(f"import tpuport, time; time.sleep({IMPORT_SECONDS})") > IMPORT_SECONDS
 
 
+# Each time in a fork of a process that has imported torch.
 _BESIDE = """
+import os
 import tempfile
 import torch
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention.flex_attention import create_block_mask
-{first}
-accelerator = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
-print(*accelerator, torch.get_device_module().__name__)
-with torch.random.fork_rng():
-    print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
-print([*torch.utils.data.DataLoader([1, 2], pin_memory=True)])
-print(create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8).shape)
-store = "file://" + tempfile.mkdtemp() + "/store"
-distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-distributed.barrier()
-mesh = distributed.init_device_mesh("cpu", (1,))
-print(fully_shard(torch.nn.Identity(), mesh=mesh)(torch.ones(1)).item())
-distributed.destroy_process_group()
+
+def work():
+    accelerator = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
+    print(*accelerator, torch.get_device_module().__name__)
+    with torch.random.fork_rng():
+        print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)).item())
+    print([*torch.utils.data.DataLoader([1, 2], pin_memory=True)])
+    print(create_block_mask(lambda b, h, q, k: q >= k, None, None, 8, 8).shape)
+    store = "file://" + tempfile.mkdtemp() + "/store"
+    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    distributed.barrier()
+    mesh = distributed.init_device_mesh("cpu", (1,))
+    print(fully_shard(torch.nn.Identity(), mesh=mesh)(torch.ones(1)).item())
+    distributed.destroy_process_group()
+
+for first in {firsts}:
+    print("beside", flush=True)
+    if (child := os.fork()) == 0:
+        exec(first)
+        work()
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
 """
 
 
+def work_beside(*firsts: str) -> list[str]:
+    """What torch does after each of some statements."""
+    printed = run_python("import sys" + _BESIDE.format(firsts=firsts))
+    return [one.strip() for one in printed.split("beside")[1:]]
+
+
 def test_torch_works_as_before_beside_a_ported_model():
-    alone, beside = (
-        run_python(_BESIDE.format(first=first))
-        for first in ("", "import tpuport.model.ported_model")
-    )
+    alone, beside = work_beside("", "import tpuport.model.ported_model")
     assert alone == beside
+    assert len(alone.splitlines()) == 5
 
 
 # None of our code: what the test above would find without the package's care.
 @pytest.mark.slow
 @pytest.mark.xfail(raises=subprocess.CalledProcessError, reason="torchax 0.0.14.dev20261026")
 def test_torch_works_as_before_beside_plain_torchax():
-    assert run_python(_BESIDE.format(first="import torchax")) == run_python(
-        _BESIDE.format(first="")
-    )
+    alone, beside = work_beside("", "import torchax")
+    assert alone == beside
 
 
 # Each name is first used in a process of its own, a fork of one that has imported torch.

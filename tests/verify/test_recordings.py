@@ -1,6 +1,7 @@
 """Recordings of scripts that train several networks, and what is compared of them."""
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from tpuport.verify.files import compare_files
 from tpuport.verify.recorder import StepRecorder
 
 INF, NAN = float("inf"), float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _only_new_objects() -> Iterator[None]:
+    """The recorder looks for modules among all objects; the suite's process has millions."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def recorded(
