@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.tracing.attention.block_masks import says_more, with_lists_in_mask
 from tpuport.tracing.core.context import current
 from tpuport.tracing.patches._count import count
 from tpuport.tracing.patches.flex_attention import attend_flex
@@ -39,7 +40,10 @@ class EagerFlexAttention(Shim):
             watched = trained or _get_current_dispatch_mode() is not None
             # A trace gets here if user code kept this function where the other shim cannot look.
             if current() is None and not (watched and active() is not None):
-                return eager(*args, **kwargs)
+                given_mask = given.get("block_mask")
+                if not says_more(given_mask):
+                    return eager(*args, **kwargs)
+                return eager(**given | {"block_mask": with_lists_in_mask(given_mask)})
             count(self.TARGET)
             optional = {"score_mod": None, "block_mask": None, "scale": None}
             optional |= {"enable_gqa": False, "return_lse": False}

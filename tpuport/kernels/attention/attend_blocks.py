@@ -65,6 +65,20 @@ def attend_blocks(
     return _attention(problem, q, k, v, tuple(lists))
 
 
+def serves(q: jax.Array, k: jax.Array, v: jax.Array, blocks: tuple[int, int]) -> bool:
+    """Return whether `attend_blocks` takes such arrays in such blocks."""
+    if not q.ndim == k.ndim == v.ndim == 4 or 0 in (*q.shape, *k.shape, *v.shape):
+        return False
+    names = {str(x.dtype) for x in (q, k, v)}
+    return (
+        len(names) == 1
+        and names <= set(SERVED)
+        and k.shape[:3] == v.shape[:3]
+        and q.shape[1] % k.shape[1] == 0
+        and all(size > 0 and size % LANES == 0 for size in blocks)
+    )
+
+
 def precision_of(q: jax.Array) -> str | None:
     """Return the precision of products: the caller's setting for float32; 16 bits have one."""
     if q.dtype.itemsize < jnp.dtype("float32").itemsize:

@@ -3,12 +3,20 @@
 Here its score and mask functions run on broadcast indices.
 """
 
+import functools
 from typing import Any
 
 import torch
 import torch.nn.attention.flex_attention as flex
 
 from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.tracing.attention.block_masks import (
+    attend_block_mask,
+    note_made_from,
+    says_more,
+    whole_mask_mod,
+    with_lists_in_mask,
+)
 from tpuport.tracing.attention.torch_entry import flex_attention as by_kernel
 from tpuport.tracing.core.context import current
 from tpuport.tracing.patches._count import count
@@ -44,7 +52,7 @@ class FlexAttention(Shim):
                     key,
                     value,
                     score_mod,
-                    block_mask,
+                    with_lists_in_mask(block_mask),
                     scale,
                     enable_gqa,
                     return_lse,
@@ -56,9 +64,19 @@ class FlexAttention(Shim):
                 query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse
             )
 
+        create = flex.create_block_mask
+
+        @functools.wraps(create)
+        def create_block_mask(mask_mod: Any, *args: Any, **kwargs: Any) -> Any:
+            made = create(mask_mod, *args, **kwargs)
+            note_made_from(made, mask_mod)
+            return made
+
         return [
             Replacement(flex, "flex_attention", flex_attention),
             *copies(eager, flex_attention, flex),
+            Replacement(flex, "create_block_mask", create_block_mask),
+            *copies(create, create_block_mask, flex),
         ]
 
 
@@ -74,10 +92,18 @@ def attend_flex(
 ) -> Any:
     """Attention of [B, H, L, E] queries over [B, Hkv, S, E] keys.
 
-    Rows that attend to nothing give zeros, as the kernel does.
+    Rows that attend to nothing give zeros, as the kernel does. Lists of blocks that say more than
+    their `mask_mod` count, as they do where PyTorch compiles `flex_attention`.
     """
     mask_mod = None if block_mask is None else block_mask.mask_mod
-    if not return_lse and (enable_gqa or query.shape[1] == key.shape[1]):
+    heads_fit = enable_gqa or query.shape[1] == key.shape[1]
+    if heads_fit and block_mask is not None and score_mod is None:
+        found = attend_block_mask(query, key, value, block_mask, scale)
+        if found is not None:
+            return found if return_lse else found[0]
+    if says_more(block_mask):
+        mask_mod = whole_mask_mod(block_mask)
+    if not return_lse and heads_fit:
         served = by_kernel(query, key, value, score_mod, mask_mod, scale)
         if served is not None:
             return served
