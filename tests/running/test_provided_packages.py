@@ -257,6 +257,50 @@ def test_sageattn_denominators_and_refusals(sage):
 
 
 @pytest.fixture
+def block_attention():
+    with tpuport.porting():
+        import flex_block_attn
+
+        yield flex_block_attn.flex_block_attn_func
+
+
+@pytest.mark.parametrize("options", [{"interpret": True}, {"kernel": "full"}])
+@pytest.mark.parametrize("lead", [(), (1, 2), (2, 1)])
+def test_blocks_of_keys_that_are_seen(block_attention, lead, options):
+    torch.manual_seed(0)
+    sizes = (128, 128) if lead else (128, 256)
+    q, k, v = (torch.randn(2, 2, 256, 8, requires_grad=True) for _ in range(3))
+    seen = torch.rand(*lead, 2, 256 // sizes[1]) < 0.6
+    seen[..., 0, :] = False
+    seen[..., 1, 0] = True
+    pairs = seen.repeat_interleave(sizes[0], -2).repeat_interleave(sizes[1], -1)
+
+    def call(q, k, v, seen):
+        return block_attention(q, k, v, *sizes, seen)
+
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=pairs)
+    with tpuport.attention_options(**options):
+        ported = tpuport.convert(call)
+        for blocks in (seen, seen.int()):
+            torch.testing.assert_close(tpuport.to_torch(ported(q, k, v, blocks)), out)
+    kernels = {one.kernel for one in ported.report.attention}
+    assert kernels == {"full" if "kernel" in options else "block-sparse"}
+    torch.testing.assert_close(call(q, k, v, seen), out)
+
+
+def test_blocks_that_do_not_fit_are_refused(block_attention):
+    q = torch.randn(1, 2, 256, 8)
+    with pytest.raises(UsageError, match="q has 256 rows, which blocks of 100"):
+        block_attention(q, q, q, 100, 128, torch.ones(2, 2))
+    with pytest.raises(UsageError, match=r"expected \(2, 2\)"):
+        block_attention(q, q, q, 128, 128, torch.ones(2, 3))
+    with pytest.raises(UsageError, match="a batch of 1 or 1"):
+        block_attention(q, q, q, 128, 128, torch.ones(3, 1, 2, 2))
+    with pytest.raises(UsageError, match="has 5 dims"):
+        block_attention(q, q, q, 128, 128, torch.ones(1, 1, 1, 2, 2))
+
+
+@pytest.fixture
 def norms():
     with tpuport.porting():
         import apex.normalization as norms

@@ -121,7 +121,29 @@ def rope(tokens):
     }
 
 
+# Heads of 128 channels and blocks of 384 tokens, eight of them, of which four are chosen by data.
+SPARSE = {
+    "attn_mode": "flex-block-attn",
+    "hidden_size": 256,
+    "rope_dim_list": [16, 56, 56],
+    "attn_param": {
+        "win_size": [[1, 1, 1]],
+        "win_type": "fixed",
+        "win_ratio": 10,
+        "tile_size": [6, 8, 8],
+        "ssta_topk": 8,
+        "ssta_threshold": 0.0,
+        "ssta_lambda": 0.7,
+        "ssta_sampling_type": "importance",
+        "ssta_adaptive_pool": None,
+        "attn_sparse_type": "ssta",
+        "attn_pad_type": "zero",
+        "attn_use_text_mask": 1,
+        "attn_mask_share_within_head": 0,
+    },
+}
 CASES = {
+    "flex-block-attn": (SPARSE, {"size": (7, 9, 9)}),
     "text to video, zero vision": ({}, {"vision": "t2v"}),
     "text to video, no vision": ({}, {"vision": "none"}),
     "image to video, one sample": ({}, {"batch": 1}),
@@ -150,6 +172,8 @@ TRAINED = [
     # Their forward passes are tested below, and gradients of a block with "torch".
     pytest.param("image to video, one sample", marks=pytest.mark.slow),
     pytest.param("flash2", marks=pytest.mark.slow),
+    # Of the function by itself, test_ssta.py.
+    pytest.param("flex-block-attn", marks=pytest.mark.slow),
 ]
 
 
@@ -191,15 +215,6 @@ def test_bfloat16_stays_within_its_rounding():
     LOG.info("output: relative difference %.1e", far(*found))
     # bfloat16 keeps 8 bits: some 4e-3 at each rounding, of which two blocks have a few in a row.
     assert far(*found) < 3e-2
-
-
-def test_block_attention_is_refused():
-    with (
-        script() as module,
-        torch.no_grad(),
-        pytest.raises(ValueError, match="flex-block-attn is not available for your GPU"),
-    ):
-        module.build("cuda", attn_mode="flex-block-attn")(**module.inputs("cuda"))
 
 
 def test_later_calls_trace_once_more_for_what_the_first_left_in_a_dict():

@@ -15,6 +15,7 @@ CUDA_ONLY = frozenset(
         "flash_attn",
         "flash_attn_interface",
         "flashinfer",
+        "flex_block_attn",
         "fused_layer_norm_cuda",
         "megablocks",
         "megatron",

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.kernels.attention import AttentionOptions, BlockLists, attend_blocks
+from tpuport.kernels.attention import AttentionOptions, BlockLists, attend_blocks, lists_of
 from tpuport.kernels.attention.attend_blocks import serves
 from tpuport.tracing.attention.lower import note_call, spread
 from tpuport.tracing.attention.options import shards_for
@@ -113,3 +113,22 @@ def masked_lists(
         slots.astype(jnp.int32),
         tiles.reshape(-1, *blocks),
     )
+
+
+def attend_matrix(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    seen: torch.Tensor,
+    *,
+    blocks: tuple[int, int],
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Compute attention to the blocks of a matrix by the kernel, where `has_kernel` said so.
+
+    Args:
+        operands: As for `attend_lists`.
+        seen: Booleans [B or 1, H or 1, query blocks, key blocks].
+        blocks: Queries of a block, and keys.
+        scale: Factor of the scores; None for 1 / sqrt(D).
+    """
+    lists = [lists_of(value_of(seen))]
+    return attend_lists(operands, lists, blocks=blocks, scale=scale, mask="listed blocks")[0]
