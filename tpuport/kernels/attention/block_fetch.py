@@ -15,7 +15,12 @@ from tpuport.kernels.attention.options import Shards
 
 LANES = 128
 # Keys that are fetched at a time where a block has a mask.
-MASKED_KEYS = 512
+MASKED_KEYS = 768
+
+# Each block that is fetched at a time has copies of its own in the program.
+_MOST_BLOCKS = 8
+# Keys of one product, the best first; of those that are an odd number of blocks of 128, 384.
+_TILES = (512, 384, 256, 128)
 
 Lists = tuple[BlockLists, ...]
 
@@ -48,15 +53,20 @@ def pad_dim(x: jax.Array, axis: int, unit: int) -> jax.Array:
 
 
 def blocks_at_once(keys: int, block: int) -> int:
-    """Return how many blocks of keys are fetched at a time."""
-    return max(keys // block, 1)
+    """Return how many blocks are fetched at a time, as many as make up so many keys at most."""
+    return max(min(keys // block, _MOST_BLOCKS), 1)
 
 
-def _entries(lists: BlockLists) -> jax.Array:
-    """Pack lists as (B or 1, Hq or 1, blocks, 1 or 2, 1 + width): the count comes first."""
-    rows = [jnp.concatenate([lists.counts[..., None], lists.indices], -1)]
-    if lists.slots is not None:
-        rows.append(jnp.concatenate([jnp.zeros_like(lists.counts)[..., None], lists.slots], -1))
+def _entries(lists: BlockLists, blocks: int) -> jax.Array:
+    """Pack lists as (B or 1, Hq or 1, blocks, 1 or 2, 1 + width): the count comes first.
+
+    Every number is brought within its bounds, as the kernels do not check them.
+    """
+    counts = jnp.clip(lists.counts, 0, lists.indices.shape[3])[..., None]
+    rows = [jnp.concatenate([counts, jnp.clip(lists.indices, 0, blocks - 1)], -1)]
+    if lists.slots is not None and lists.masks is not None:
+        slots = jnp.clip(lists.slots, 0, lists.masks.shape[0] - 1)
+        rows.append(jnp.concatenate([jnp.zeros_like(counts), slots], -1))
     return jnp.stack(rows, 3).astype(jnp.int32)
 
 
@@ -74,9 +84,14 @@ def _masks(lists: Lists) -> list[jax.Array]:
     return [x.masks.swapaxes(1, 2).astype(jnp.int8) for x in lists if x.masks is not None]
 
 
-def list_inputs(lists: Lists) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-    """Return the inputs that describe lists, and their specs: entries, then masks in HBM."""
-    entries, masks = [_entries(x) for x in lists], _masks(lists)
+def list_inputs(lists: Lists, blocks: int) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """Return the inputs that describe lists, and their specs: entries, then masks in HBM.
+
+    Args:
+        lists: the lists.
+        blocks: how many blocks there are to see.
+    """
+    entries, masks = [_entries(x, blocks) for x in lists], _masks(lists)
     anywhere = [pl.BlockSpec(memory_space=pl.ANY) for _ in masks]
     return [*entries, *masks], [*(_entries_spec(x) for x in entries), *anywhere]
 
@@ -86,12 +101,14 @@ def rows_spec(rows: int, width: int, share: int = 1) -> pl.BlockSpec:
     return pl.BlockSpec((None, None, rows, width), lambda b, h, i: (b, lax.div(h, share), i, 0))
 
 
-PARALLEL = pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+PARALLEL = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel", "arbitrary"), disable_bounds_checks=True
+)
 
 
-def tile_of(block: int) -> int:
-    """Return the keys of one product, which divide a block."""
-    return next(tile for tile in (384, 256, 128) if block % tile == 0)
+def tile_of(keys: int) -> int:
+    """Return the keys of one product, which divide so many."""
+    return next(tile for tile in _TILES if keys % tile == 0)
 
 
 def mask_scratch(lists: Lists, rows: int, size: int) -> list[Any]:
@@ -127,14 +144,46 @@ class Fetched(NamedTuple):
     indices: tuple[Any, ...]
 
 
-# (buffer, place in it, index of the block, slot of its mask) -> the copies of one block.
-Copies = Callable[[Any, int, Any, Any], Sequence[Any]]
+class Fetch(NamedTuple):
+    """One block to fetch.
+
+    Args:
+        slot: to which of the two buffers.
+        place: its number there.
+        index: its index.
+        mask: the slot of its mask; None without masks.
+        exists: whether the list has it; else the index is that of the last one.
+    """
+
+    slot: Any
+    place: int
+    index: Any
+    mask: Any
+    exists: Any
 
 
-def visit(entries: Any, group: int, copies: Copies, compute: Callable[[Fetched], None]) -> None:
+# Returns the copies of one block.
+Copies = Callable[[Fetch], Sequence[Any]]
+
+
+def visit(
+    entries: Any,
+    group: int,
+    copies: Copies,
+    buffers: tuple[Sequence[Any], Any],
+    compute: Callable[[Fetched], None],
+) -> None:
     """Fetch the blocks of one list and compute with them, `group` at a time.
 
     After the last block, the last one is fetched again in place of those that do not exist.
+
+    Args:
+        entries: the list, as `list_inputs` packs it.
+        group: blocks that are fetched at a time.
+        copies: returns the copies of one block.
+        buffers: what the copies of a group fill, each with two slots before its dims; and their
+            semaphores.
+        compute: computes with the blocks that were fetched.
     """
     count = entries[0, 0]
     steps = lax.div(count + (group - 1), group)
@@ -146,7 +195,8 @@ def visit(entries: Any, group: int, copies: Copies, compute: Callable[[Fetched],
         found: list[Any] = []
         for g, place in enumerate(places(step)):
             mask = entries[1, place] if entries.shape[0] > 1 else None
-            found += copies(slot, g, entries[0, place], mask)
+            exists = step * group + g < count
+            found += copies(Fetch(slot, g, entries[0, place], mask, exists))
         return found
 
     @pl.when(steps > 0)
@@ -162,8 +212,9 @@ def visit(entries: Any, group: int, copies: Copies, compute: Callable[[Fetched],
             for copy in fetch(step + 1, 1 - slot):
                 copy.start()
 
-        for copy in fetch(step, slot):
-            copy.wait()
+        for buffer in buffers[0]:
+            # Waits for as many bytes as all copies to this buffer have.
+            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], buffers[1].at[slot]).wait()
         indices = tuple(entries[0, place] for place in places(step))
         compute(Fetched(slot, count - step * group, indices))
         return carry
@@ -171,6 +222,11 @@ def visit(entries: Any, group: int, copies: Copies, compute: Callable[[Fetched],
     lax.fori_loop(0, steps, one, 0)
 
 
-def copy_in(array: Any, at: tuple[Any, ...], buffer: Any, done: Any) -> Any:
-    """Return the copy of `array[at]` in HBM to a buffer; `done` is its semaphore."""
-    return pltpu.make_async_copy(array.at[at], buffer, done)
+def copy_in(array: Any, at: tuple[Any, ...], buffer: Any, done: Any, slot: Any) -> Any:
+    """Return the copy of `array[at]` in HBM to a buffer, with the semaphore of its slot."""
+    return pltpu.make_async_copy(array.at[at], buffer, done.at[slot])
+
+
+def rows_at(index: Any, size: int) -> Any:
+    """Return the slice of block `index`."""
+    return pl.ds(pl.multiple_of(index * size, size), size)

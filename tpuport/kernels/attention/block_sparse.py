@@ -10,6 +10,7 @@ nothing. The backward pass has a kernel for the gradient of queries, over the sa
 for those of keys and values, over the transposed lists.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -20,11 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpuport.kernels.attention import dense
 from tpuport.kernels.attention.block_fetch import (
     LANES,
     MASKED_KEYS,
     PARALLEL,
+    Fetch,
     Fetched,
     Lists,
     SparseProblem,
@@ -34,6 +35,7 @@ from tpuport.kernels.attention.block_fetch import (
     list_inputs,
     mask_scratch,
     pad_dim,
+    rows_at,
     rows_spec,
     tile_of,
     visit,
@@ -43,7 +45,7 @@ FORWARD = "block_sparse_forward"
 # A maximum that no score is below, finite: -inf - -inf is NaN.
 _LOWEST = -1e30
 # Keys that are fetched at a time, at most.
-_KEYS = 1536
+_KEYS = 3072
 # Rows of ones below the values: one tile of bfloat16.
 _ONES = 16
 
@@ -55,13 +57,18 @@ def forward(
     num_q, value_dim = q.shape[2], v.shape[3]
     q, k = (pad_dim(x, 3, LANES) for x in (q, k))
     q = pad_dim(q, 2, problem.q_block)
+    if problem.scale < 0:
+        # The highest product is then that of the highest score.
+        problem, q = dataclasses.replace(problem, scale=-problem.scale), -q
     more = -k.shape[2] % problem.kv_block
     # A key that is padding repeats one that is seen where it is: it changes no maximum.
     k = jnp.pad(k, [(0, 0), (0, 0), (0, more), (0, 0)], mode="edge") if more else k
     dim = value_dim + -value_dim % LANES
     ones = jnp.ones((*v.shape[:3], _ONES), v.dtype)
     v = jnp.concatenate([pad_dim(v, 3, LANES), ones], 3)
-    v = pad_dim(v, 2, problem.kv_block).swapaxes(2, 3).astype(k.dtype)
+    # Behind the last block are values of zero, and ones of zero, for keys that do not count.
+    v = jnp.pad(v, [(0, 0), (0, 0), (0, more + problem.kv_block), (0, 0)])
+    v = v.swapaxes(2, 3).astype(k.dtype)
     out, lse = _call_forward(problem, lists, q, k, v, dim)
     return out[:, :, :num_q, :value_dim], lse.reshape(*lse.shape[:2], -1)[:, :, :num_q]
 
@@ -72,18 +79,14 @@ def _call_forward(
     """Run the kernel on padded arrays; logsumexp is (B, Hq, query blocks, 1, queries)."""
     batch, heads, num_q, head_dim = q.shape
     size, block, dtype = problem.q_block, problem.kv_block, q.dtype
-    arrays, specs = list_inputs(lists)
+    arrays, specs = list_inputs(lists, k.shape[2] // block)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     groups = [blocks_at_once(_KEYS if x.masks is None else MASKED_KEYS, block) for x in lists]
-    # bfloat16 queries have a second number each, in the half of the matrix unit that is free.
-    times = 2 if dtype == jnp.bfloat16 else 1
-    most = max(groups) * block
+    most, folds = max(groups) * block, folds_keys(q)
     scratch = [
-        pltpu.VMEM((times * head_dim, size), dtype),
+        pltpu.VMEM((size // LANES, 2 * LANES, 2 * LANES) if folds else (head_dim, size), dtype),
         pltpu.VMEM((8, size), jnp.float32),
         pltpu.VMEM((v.shape[2], size), jnp.float32),
-        pltpu.VMEM((2, tile_of(block), size), jnp.float32),
-        pltpu.VMEM((2, tile_of(block), size), v.dtype),
         pltpu.VMEM((2, most, head_dim), k.dtype),
         pltpu.VMEM((2, v.shape[2], most), v.dtype),
         pltpu.SemaphoreType.DMA((2,)),
@@ -126,51 +129,133 @@ def _forward_kernel(
     num, block = len(groups), problem.kv_block
     entries, masks = refs[:num], refs[num : num + sum(masked)]
     q_ref, k_hbm, v_hbm, out_ref, lse_ref, *scratch = refs[num + sum(masked) :]
-    query_ref, max_ref, sum_ref, score_ref, weight_ref, k_buffer, v_buffer, done, *mask_buffer = (
-        scratch
-    )
+    query_ref, max_ref, sum_ref, k_buffer, v_buffer, done, *mask_buffer = scratch
     at = pl.program_id(0), lax.div(pl.program_id(1), share)
-    exact = q_ref[...].astype(jnp.float32).T * (problem.scale * math.log2(math.e))
-    rounded = exact.astype(query_ref.dtype)
-    if query_ref.shape[0] > rounded.shape[0]:
-        rest = (exact - rounded.astype(jnp.float32)).astype(query_ref.dtype)
-        rounded = jnp.concatenate([rounded, rest], 0)
-    query_ref[...] = rounded
+    _set_queries(query_ref, q_ref[...].T)
     max_ref[...] = jnp.full_like(max_ref, _LOWEST)
     sum_ref[...] = jnp.zeros_like(sum_ref)
-    tile = score_ref.shape[1]
+    factor = problem.scale * math.log2(math.e)
+    nothing = v_hbm.shape[3] // block - 1
     left_masks = iter(masks)
     for entry, group, has_mask in zip(entries, groups, masked, strict=True):
         mask_hbm = next(left_masks) if has_mask else None
 
-        def copies(slot: Any, g: int, index: Any, mask: Any, mask_hbm: Any = mask_hbm) -> Any:
-            keys = pl.ds(g * block, block)
-            place = pl.ds(pl.multiple_of(index * block, block), block)
+        def copies(fetch: Fetch, mask_hbm: Any = mask_hbm) -> Any:
+            slot, keys = fetch.slot, pl.ds(fetch.place * block, block)
+            # In place of a block that does not exist, keys are those of the last one, whose scores
+            # change no maximum, and values are zero.
+            values = jnp.where(fetch.exists, fetch.index, nothing)
             found = [
-                copy_in(k_hbm, (*at, place), k_buffer.at[slot, keys], done.at[slot]),
                 copy_in(
-                    *(v_hbm, (*at, slice(None), place), v_buffer.at[slot, :, keys]), done.at[slot]
+                    k_hbm, (*at, rows_at(fetch.index, block)), k_buffer.at[slot, keys], done, slot
+                ),
+                copy_in(
+                    *(v_hbm, (*at, slice(None), rows_at(values, block))),
+                    *(v_buffer.at[slot, :, keys], done, slot),
                 ),
             ]
             if mask_hbm is not None:
                 buffer = mask_buffer[0].at[slot, keys]
-                found.append(copy_in(mask_hbm, (mask,), buffer, done.at[slot]))
+                found.append(copy_in(mask_hbm, (fetch.mask,), buffer, done, slot))
             return found
 
         def compute(found: Fetched, group: int = group, has_mask: bool = has_mask) -> None:
             keys = pl.ds(0, group * block)
-            dense.add_block(
+            _add_keys(
                 *(query_ref, k_buffer.at[found.slot, keys], v_buffer.at[found.slot, :, keys]),
-                *(max_ref, sum_ref, score_ref, weight_ref, tile),
-                count=found.left * (block // tile),
+                *(max_ref, sum_ref),
                 mask_ref=mask_buffer[0].at[found.slot, keys] if has_mask else None,
+                factor=factor,
             )
 
-        visit(entry, group, copies, compute)
+        keys = pl.ds(0, group * block)
+        filled = [k_buffer.at[:, keys], v_buffer.at[:, :, keys]]
+        filled += [mask_buffer[0].at[:, keys]] if has_mask else []
+        visit(entry, group, copies, (filled, done), compute)
     dim = out_ref.shape[1]
     weight = sum_ref[dim : dim + 1, :]
     empty = weight == 0
     out = sum_ref[:dim, :] / jnp.where(empty, 1, weight)
     out_ref[...] = out.T.astype(out_ref.dtype)
-    lse = (max_ref[:1] + jnp.log2(jnp.where(empty, 1, weight))) * math.log(2)
+    lse = max_ref[:1] * problem.scale + jnp.log(jnp.where(empty, 1, weight))
     lse_ref[...] = jnp.where(empty, -jnp.inf, lse)
+
+
+def folds_keys(q: jax.Array) -> bool:
+    """Return whether products take two keys a row: where a head fills half of the matrix unit."""
+    return q.dtype == jnp.bfloat16 and q.shape[3] == LANES
+
+
+def _set_queries(query_ref: Any, q: Any) -> None:
+    """Keep queries (D, queries), or each 128 of them twice: for both keys of a row."""
+    if query_ref.ndim == 2:
+        query_ref[...] = q
+        return
+    zeros = jnp.zeros((LANES, LANES), q.dtype)
+    for unit in range(query_ref.shape[0]):
+        own = q[:, unit * LANES : (unit + 1) * LANES]
+        first, second = (jnp.concatenate(pair, 1) for pair in ((own, zeros), (zeros, own)))
+        query_ref[unit] = jnp.concatenate([first, second], 0)
+
+
+def _products(query_ref: Any, k: Any) -> Any:
+    """Return the products (keys, queries) of keys and queries."""
+    if query_ref.ndim == 2:
+        return jnp.dot(k, query_ref[...], preferred_element_type=jnp.float32)
+    half = k.shape[0] // 2
+    pairs = jnp.concatenate([k[:half], k[half:]], 1)
+    found = [
+        jnp.dot(pairs, query_ref[unit], preferred_element_type=jnp.float32)
+        for unit in range(query_ref.shape[0])
+    ]
+    halves = (jnp.concatenate([x[:, at : at + LANES] for x in found], 1) for at in (0, LANES))
+    return jnp.concatenate(list(halves), 0)
+
+
+def _add_keys(
+    query_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    max_ref: Any,
+    sum_ref: Any,
+    *,
+    mask_ref: Any,
+    factor: float,
+) -> None:
+    """Add keys to the sums, tile by tile in a pipeline, as `dense.add_block` does.
+
+    Queries are not scaled before their product, so that they are not rounded: the factor of the
+    scores, with log2(e) in it, comes after. Scores and weights have no buffers: the unit that
+    stores is the one that limits this kernel.
+
+    Args:
+        query_ref: as `_set_queries` leaves it.
+        k_ref: (keys, D).
+        v_ref: (Dv + ones, keys).
+        max_ref: (8, queries), the running maximum of products.
+        sum_ref: (Dv + ones, queries), the running sum.
+        mask_ref: (keys, queries), zero where a score does not count; None if all do.
+        factor: factor of the products.
+    """
+    tile = tile_of(k_ref.shape[0])
+    num_tiles = k_ref.shape[0] // tile
+    highest, scores, weights, shrinks = max_ref[...], [], [], []
+    for now in range(num_tiles + 2):
+        if now >= 2:
+            v = v_ref[:, (now - 2) * tile : (now - 1) * tile]
+            found = jnp.dot(v, weights[now - 2], preferred_element_type=jnp.float32)
+            sum_ref[...] = shrinks[now - 2][:1] * sum_ref[...] + found
+        if now < num_tiles:
+            place = slice(now * tile, (now + 1) * tile)
+            found = _products(query_ref, k_ref[place, :])
+            if mask_ref is not None:
+                # Below the lowest maximum, so that its weight is zero.
+                found = jnp.where(mask_ref[place, :].astype(jnp.int32) != 0, found, 2 * _LOWEST)
+            rows = jnp.max(found.reshape(tile // 8, 8, -1), axis=0)
+            before, highest = highest, jnp.maximum(highest, jnp.max(rows, axis=0, keepdims=True))
+            scores.append((found, highest[:1]))
+            shrinks.append(jnp.exp2((before - highest) * factor))
+        if 1 <= now <= num_tiles:
+            found, base = scores[now - 1]
+            weights.append(jnp.exp2((found - base) * factor).astype(v_ref.dtype))
+    max_ref[...] = highest

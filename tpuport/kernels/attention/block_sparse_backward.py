@@ -13,6 +13,7 @@ from tpuport.kernels.attention.block_fetch import (
     LANES,
     MASKED_KEYS,
     PARALLEL,
+    Fetch,
     Fetched,
     Lists,
     SparseProblem,
@@ -22,6 +23,7 @@ from tpuport.kernels.attention.block_fetch import (
     list_inputs,
     mask_scratch,
     pad_dim,
+    rows_at,
     rows_spec,
     visit,
 )
@@ -100,7 +102,7 @@ def _queries(
     """Compute the gradient of queries, over the lists of the forward pass."""
     (q, grad), (k, v), size, block = rows, keys, problem.q_block, problem.kv_block
     batch, heads, num_q, head_dim = q.shape
-    arrays, specs = list_inputs(lists)
+    arrays, specs = list_inputs(lists, k.shape[2] // block)
     groups = _groups(lists, block)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     buffers = [pltpu.VMEM((2, max(groups) * block, x.shape[3]), x.dtype) for x in keys]
@@ -164,15 +166,16 @@ def _queries_kernel(
     for entry, group, has_mask in zip(entries, groups, masked, strict=True):
         mask_hbm = masks.pop(0) if has_mask else None
 
-        def copies(slot: Any, g: int, index: Any, mask: Any, mask_hbm: Any = mask_hbm) -> Any:
-            keys = pl.ds(g * block, block)
+        def copies(fetch: Fetch, mask_hbm: Any = mask_hbm) -> Any:
+            slot, keys = fetch.slot, pl.ds(fetch.place * block, block)
+            rows = (*at, rows_at(fetch.index, block))
             found = [
-                copy_in(x, (*at, _block(index, block)), buffer.at[slot, keys], done.at[slot])
+                copy_in(x, rows, buffer.at[slot, keys], done, slot)
                 for x, buffer in ((k_hbm, k_buffer), (v_hbm, v_buffer))
             ]
             if mask_hbm is not None:
                 buffer = mask_buffer[0].at[slot, keys]
-                found.append(copy_in(mask_hbm, (mask,), buffer, done.at[slot]))
+                found.append(copy_in(mask_hbm, (fetch.mask,), buffer, done, slot))
             return found
 
         def compute(found: Fetched, has_mask: bool = has_mask) -> None:
@@ -190,13 +193,11 @@ def _queries_kernel(
                 d_scores = (weights * (d_weights - numbers_ref[1:2])).astype(k.dtype)
                 sum_ref[...] += _product(k, d_scores, (0, 0))
 
-        visit(entry, group, copies, compute)
+        keys = pl.ds(0, group * block)
+        filled = [k_buffer.at[:, keys], v_buffer.at[:, keys]]
+        filled += [mask_buffer[0].at[:, keys]] if has_mask else []
+        visit(entry, group, copies, (filled, done), compute)
     out_ref[...] = (sum_ref[...].T * problem.scale).astype(out_ref.dtype)
-
-
-def _block(index: Any, size: int) -> Any:
-    """Return the slice of block `index`."""
-    return pl.ds(pl.multiple_of(index * size, size), size)
 
 
 def _unpacked(mask: Any) -> Any:
@@ -213,7 +214,7 @@ def _keys(
     """Compute the gradients of keys and values for each query head, over the transposed lists."""
     (q, grad), (k, v), size, block = rows, keys, problem.q_block, problem.kv_block
     batch, heads, num_k = *q.shape[:2], k.shape[2]
-    arrays, specs = list_inputs(by_key)
+    arrays, specs = list_inputs(by_key, q.shape[2] // size)
     groups = _groups(by_key, size)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     share, most = heads // k.shape[1], max(groups)
@@ -262,18 +263,19 @@ def _keys_kernel(
     for entry, group, has_mask in zip(entries, groups, masked, strict=True):
         mask_hbm = masks.pop(0) if has_mask else None
 
-        def copies(slot: Any, g: int, index: Any, mask: Any, mask_hbm: Any = mask_hbm) -> Any:
-            rows = pl.ds(g * size, size)
+        def copies(fetch: Fetch, mask_hbm: Any = mask_hbm) -> Any:
+            slot, place = fetch.slot, fetch.place
+            rows = (*at, rows_at(fetch.index, size))
             found = [
-                copy_in(x, (*at, _block(index, size)), buffer.at[slot, rows], done.at[slot])
+                copy_in(x, rows, buffer.at[slot, pl.ds(place * size, size)], done, slot)
                 for x, buffer in ((q_hbm, q_buffer), (grad_hbm, grad_buffer))
             ]
             found.append(
-                copy_in(numbers_hbm, (*at, index), numbers_buffer.at[slot, g], done.at[slot])
+                copy_in(numbers_hbm, (*at, fetch.index), numbers_buffer.at[slot, place], done, slot)
             )
             if mask_hbm is not None:
-                buffer = mask_buffer[0].at[slot, pl.ds(g * block, block)]
-                found.append(copy_in(mask_hbm, (mask,), buffer, done.at[slot]))
+                buffer = mask_buffer[0].at[slot, pl.ds(place * block, block)]
+                found.append(copy_in(mask_hbm, (fetch.mask,), buffer, done, slot))
             return found
 
         def compute(found: Fetched, has_mask: bool = has_mask) -> None:
@@ -291,6 +293,9 @@ def _keys_kernel(
                 d_scores = (weights * (d_weights - numbers[1:2])).astype(q.dtype)
                 dk_ref[...] += _product(d_scores, q, (1, 0))
 
-        visit(entry, group, copies, compute)
+        rows = pl.ds(0, group * size)
+        filled = [q_buffer.at[:, rows], grad_buffer.at[:, rows], numbers_buffer.at[:, :group]]
+        filled += [mask_buffer[0].at[:, pl.ds(0, group * block)]] if has_mask else []
+        visit(entry, group, copies, (filled, done), compute)
     dk_out[...] = (dk_ref[...] * problem.scale).astype(dk_out.dtype)
     dv_out[...] = dv_ref[...].astype(dv_out.dtype)

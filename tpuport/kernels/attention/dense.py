@@ -272,25 +272,11 @@ def add_block(
     score_ref: Any,
     weight_ref: Any,
     tile: int,
-    count: Any = None,
-    mask_ref: Any = None,
 ) -> None:
     """Add a block of keys to the sums, tile by tile in a pipeline.
 
     While one tile's scores are computed, the tile before becomes weights, and the weights of the
     tile before that are multiplied with their values.
-
-    Args:
-        query_ref: (D, queries), scaled; or (2 D, queries), rounded, and what rounding took.
-        k_ref: (keys, D).
-        v_ref: (Dv + ones, keys).
-        max_ref: (8, queries), the running maximum.
-        sum_ref: (Dv + ones, queries), the running sum.
-        score_ref: (2, tile, queries), for scores.
-        weight_ref: (2, tile, queries), for weights.
-        tile: keys of one product.
-        count: how many of the first tiles count; None for all.
-        mask_ref: (keys, queries), zero where a score does not count; None if all do.
     """
     num_tiles = k_ref.shape[0] // tile
     # For each tile: the running maximum (8, queries), and the factor for sums made before it.
@@ -305,21 +291,12 @@ def add_block(
         highest = None
         if now < num_tiles:
             k = k_ref[now * tile : (now + 1) * tile, :]
-            twice = jnp.concatenate([k] * (query_ref.shape[0] // k.shape[1]), 1)
+            twice = jnp.concatenate([k, k], 1)
             scores = jnp.dot(twice, query_ref[...], preferred_element_type=jnp.float32)
-            if mask_ref is not None:
-                seen = mask_ref[now * tile : (now + 1) * tile, :].astype(jnp.int32) != 0
-                # Below the lowest maximum, so that its weight is zero.
-                scores = jnp.where(seen, scores, 2 * _LOWEST)
             score_ref[now % 2] = scores
             highest = jnp.max(scores.reshape(tile // 8, 8, -1), axis=0)
-            if count is not None:
-                highest = jnp.where(now < count, highest, _LOWEST)
         if 1 <= now <= num_tiles:
-            base = maxima[now][:1]
-            if count is not None:
-                base = jnp.where(now - 1 < count, base, -_LOWEST)
-            weights = jnp.exp2(score_ref[(now - 1) % 2] - base)
+            weights = jnp.exp2(score_ref[(now - 1) % 2] - maxima[now][:1])
             weight_ref[(now - 1) % 2] = weights.astype(weight_ref.dtype)
         if highest is not None:
             maxima.append(jnp.maximum(maxima[-1], jnp.max(highest, axis=0, keepdims=True)))
