@@ -43,13 +43,14 @@ def arrays(heads: str, dtype: str) -> list[jax.Array]:
 
 
 @functools.cache
-def jitted(over: Any = None) -> Any:
+def jitted(over: Any = None, way: Any = "all_gather") -> Any:
     """Output, logsumexp and gradients, of lists that are arguments: compiled once a shape."""
 
     @jax.jit
     def run(lists: Any, q: Any, k: Any, v: Any, grad: Any, d_lse: Any) -> Any:
         def attention(q: Any, k: Any, v: Any) -> Any:
-            return attend_blocks(q, k, v, lists, blocks=BLOCKS, interpret=True, shards=over)
+            how = {"interpret": True, "shards": over, "sequence_parallel": way}
+            return attend_blocks(q, k, v, lists, blocks=BLOCKS, **how)
 
         (out, lse), pull = jax.vjp(attention, q, k, v)
         return out, *pull((grad, jnp.where(jnp.isneginf(lse), 0, d_lse))), lse
@@ -144,6 +145,15 @@ def test_bfloat16_equals_float64_and_all_or_no_blocks_do():
     check(some_lists(4, (1, 1), masked=False), given, RTOL_BF16)
 
 
+def test_a_negative_scale_is_that_of_negated_queries():
+    q, k, v, *_ = arrays("one head", "float32")
+    lists = some_lists(5, (1, 1), masked=False)
+    run: Any = functools.partial(attend_blocks, blocks=BLOCKS, interpret=True)
+    one, two = run(q * 40, k, v, lists, scale=-0.5), run(-q * 40, k, v, lists, scale=0.5)
+    np.testing.assert_array_equal(one[0], two[0])
+    assert np.isfinite(one[0]).all()
+
+
 def test_indices_after_the_count_do_not_matter():
     given = arrays("one head", "bfloat16")
     (lists,) = some_lists(5, (1, 1), masked=False)
@@ -160,8 +170,15 @@ def test_scores_far_below_zero_keep_their_weights():
     check(some_lists(6, (1, 1), masked=False), given, RTOL_BF16 * 3)
 
 
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"sequence": 2}])
-def test_a_mesh_equals_one_chip(axes: dict[str, int]):
+@pytest.mark.parametrize(
+    ("axes", "way"),
+    [
+        ({"tensor": 2}, "all_gather"),
+        ({"sequence": 2}, "all_gather"),
+        ({"data": 2, "sequence": 2}, "ulysses"),
+    ],
+)
+def test_a_mesh_equals_one_chip(axes: dict[str, int], way: str):
     given = arrays("shared key heads", "float32")
     # Whole blocks of queries, which two chips share.
     given = [x if n in (1, 2) else x[:, :, :256] for n, x in enumerate(given)]
@@ -170,9 +187,9 @@ def test_a_mesh_equals_one_chip(axes: dict[str, int]):
         for x in some_lists(7, (2, 4), masked=False)
     )
     over = shards(**axes)
-    text = str(jax.make_jaxpr(jitted(over))(lists, *given))
-    assert "shard_map" in text
-    for one, two in zip(jitted(over)(lists, *given), jitted()(lists, *given), strict=True):
+    run = jitted(over, way)
+    assert "shard_map" in str(jax.make_jaxpr(run)(lists, *given))
+    for one, two in zip(run(lists, *given), jitted()(lists, *given), strict=True):
         np.testing.assert_allclose(one, two, rtol=0, atol=2e-5)
 
 

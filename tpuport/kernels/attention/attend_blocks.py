@@ -8,13 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpuport.foundation.errors import UsageError
 from tpuport.kernels.attention import block_sparse, block_sparse_backward
 from tpuport.kernels.attention.block_fetch import LANES, Lists, SparseProblem
 from tpuport.kernels.attention.block_lists import BlockLists, check_lists, local_lists_spec
-from tpuport.kernels.attention.options import Shards
+from tpuport.kernels.attention.options import SequenceParallel, Shards
 
 SERVED = ("bfloat16", "float32")
 
@@ -29,6 +30,7 @@ def attend_blocks(
     scale: float | None = None,
     interpret: bool = False,
     shards: Shards | None = None,
+    sequence_parallel: SequenceParallel = "all_gather",
 ) -> tuple[jax.Array, jax.Array]:
     """Compute attention of queries to the blocks of keys that lists name.
 
@@ -46,8 +48,9 @@ def attend_blocks(
             sequence may be shorter.
         scale: factor of the scores; 1 / sqrt(D) if None.
         interpret: whether Pallas interprets the kernels, on any platform: slow, for tests.
-        shards: mesh axes that the arrays are sharded over: keys are gathered over those of the
-            sequence, and blocks of queries divided.
+        shards: mesh axes that the arrays are sharded over.
+        sequence_parallel: with "ulysses" the axes of the sequence are exchanged for heads, if they
+            divide those of keys; else keys are gathered over them, and blocks of queries divided.
 
     Returns:
         The output (B, Hq, Sq, Dv), of q's dtype, and the logsumexp (B, Hq, Sq), float32.
@@ -57,12 +60,34 @@ def attend_blocks(
     """
     _check(q, k, v, lists, blocks)
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    inside = _exchanged(shards, k.shape[1]) if sequence_parallel == "ulysses" else shards
     problem = SparseProblem(
         *(scale, *blocks, interpret),
         precision=precision_of(q),
-        shards=_dividing(shards, q, k, blocks[0]),
+        shards=_dividing(inside, q, k, blocks[0]),
     )
-    return _attention(problem, q, k, v, tuple(lists))
+    out, lse = _attention(problem, q, k, v, tuple(lists))
+    if shards is not None and inside is not shards:
+        out, lse = (_over_sequence(shards, x) for x in (out, lse))
+    return out, lse
+
+
+def _exchanged(shards: Shards | None, key_heads: int) -> Shards | None:
+    """Return shards with the axes of the sequence over heads, if they divide them."""
+    if shards is None or not shards.sequence:
+        return shards
+    axes = shards.heads + shards.sequence
+    if key_heads % math.prod(shards.mesh.shape[axis] for axis in axes):
+        return shards
+    return Shards(shards.mesh, shards.batch, axes, ())
+
+
+def _over_sequence(shards: Shards, x: jax.Array) -> jax.Array:
+    """Shard a result over the sequence again, if its chips divide it."""
+    if x.shape[2] % math.prod(shards.mesh.shape[axis] for axis in shards.sequence):
+        return x
+    spec = P(shards.batch, shards.heads, shards.sequence)
+    return lax.with_sharding_constraint(x, NamedSharding(shards.mesh, spec))
 
 
 def serves(q: jax.Array, k: jax.Array, v: jax.Array, blocks: tuple[int, int]) -> bool:

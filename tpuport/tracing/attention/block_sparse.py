@@ -67,7 +67,12 @@ def attend_lists(
     q, k, v = (value_of(x) for x in operands)
     shards = shards_for(trace.options.mesh, q.shape[:3])
     found = attend_blocks(
-        q, k, v, lists, blocks=blocks, scale=scale, interpret=options.interpret, shards=shards
+        *(q, k, v, lists),
+        blocks=blocks,
+        scale=scale,
+        interpret=options.interpret,
+        shards=shards,
+        sequence_parallel=options.sequence_parallel,
     )
     note_call(trace, q, k, KERNEL, "blocks are data", mask, spread(shards))
     shapes = (*query.shape[:3], value.shape[-1]), tuple(query.shape[:3])
