@@ -1,5 +1,6 @@
 """Compiled for a TPU that is not there: lists of blocks are arguments, and no scores are left."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -11,6 +12,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.program.small import needs_libtpu
+from tpuport.cost import CHIPS
+from tpuport.cost.kernels import find_calls
+from tpuport.cost.schedule import UnknownTripsError, schedule_call
 from tpuport.kernels.attention import Shards, block_sparse, block_sparse_backward
 from tpuport.kernels.attention.attend_blocks import attend_blocks
 from tpuport.kernels.attention.block_lists import lists_of
@@ -67,3 +71,26 @@ def test_it_compiles_without_scores(name: str):
     memory: Any = compiled.memory_analysis()
     scores = heads * length**2 * 4 // (4 if shards else 1)
     assert memory.temp_size_in_bytes < scores / 3
+
+
+@pytest.mark.slow
+def test_its_schedule_is_what_the_documentation_says():
+    x = jax.ShapeDtypeStruct((1, 1, 384 * 20, 128), jnp.bfloat16)
+    seen = jax.ShapeDtypeStruct((1, 1, 20, 20), bool)
+
+    def run(q: Any, k: Any, v: Any, seen: Any) -> jax.Array:
+        return attend_blocks(q, k, v, [lists_of(seen)], blocks=(384, 384))[0]
+
+    (call,) = find_calls(jax.make_jaxpr(run)(x, x, x, seen))
+    with pytest.raises(UnknownTripsError):
+        schedule_call(call, "v6e").seconds()
+    schedule = schedule_call(call, "v6e")
+    empty, full = (
+        dataclasses.replace(schedule, trips=(trips,)).cycles_a_step() for trips in (0, 10)
+    )
+    # A round has eight blocks.
+    flops = 10 * 8 * 4 * 384 * 384 * 128
+    chip = CHIPS["v6e"]
+    share = flops / ((full - empty) / chip.clock_hz) / chip.bf16_flops
+    assert share == pytest.approx(0.387, rel=0.03)
+    assert empty < 0.2 * (full - empty) / 10
