@@ -82,9 +82,9 @@ def test_its_schedule_is_what_the_documentation_says():
         return attend_blocks(q, k, v, [lists_of(seen)], blocks=(384, 384))[0]
 
     (call,) = find_calls(jax.make_jaxpr(run)(x, x, x, seen))
-    with pytest.raises(UnknownTripsError):
-        schedule_call(call, "v6e").seconds()
     schedule = schedule_call(call, "v6e")
+    with pytest.raises(UnknownTripsError):
+        schedule.seconds()
     empty, full = (
         dataclasses.replace(schedule, trips=(trips,)).cycles_a_step() for trips in (0, 10)
     )
@@ -92,5 +92,5 @@ def test_its_schedule_is_what_the_documentation_says():
     flops = 10 * 8 * 4 * 384 * 384 * 128
     chip = CHIPS["v6e"]
     share = flops / ((full - empty) / chip.clock_hz) / chip.bf16_flops
-    assert share == pytest.approx(0.387, rel=0.03)
+    assert share == pytest.approx(0.40, rel=0.03)
     assert empty < 0.2 * (full - empty) / 10
