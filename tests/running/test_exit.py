@@ -1,10 +1,12 @@
 """A finished script ends in seconds, with its status and all of its output, whatever is left."""
 
+import gzip
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -232,6 +234,23 @@ def test_what_c_code_has_buffered_is_written(ended):
     done, _ = ended(PRINTING_IN_C)
     assert done.returncode == 7
     assert "from C\n" in done.stdout
+
+
+def test_files_that_a_script_leaves_open_are_written_where_the_process_is_left(ended, tmp_path):
+    done, _ = ended(
+        f"""
+        import gzip, sys, types, zipfile
+        sys.modules["libtpu"] = types.ModuleType("libtpu")  # its threads keep processes alive
+        log, packed = open({str(tmp_path / "log")!r}, "w"), gzip.open({str(tmp_path / "gz")!r}, "w")
+        archive = zipfile.ZipFile({str(tmp_path / "zip")!r}, "w")
+        log.write("text"), packed.write(b"bytes"), archive.writestr("name", "in it")
+        sys.kept = log, packed, archive
+        """
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (7, "end\nat exit\n", "")
+    assert (tmp_path / "log").read_text() == "text"
+    assert gzip.decompress((tmp_path / "gz").read_bytes()) == b"bytes"
+    assert zipfile.ZipFile(tmp_path / "zip").read("name") == b"in it"
 
 
 def test_a_closed_output_is_no_reason_to_fail(ended):

@@ -8,6 +8,8 @@ alive; work that makes progress, such as writing a checkpoint, is waited for.
 import atexit
 import contextlib
 import ctypes
+import gc
+import io
 import linecache
 import os
 import sys
@@ -27,11 +29,18 @@ WORKING_SECONDS = 300.0
 _BUSY = 0.02
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 1.0
+_CLOSE_SECONDS = 10.0
 _INTERRUPTED = 130
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 
 
-def finish(status: int, *, idle: float = IDLE_SECONDS, working: float = WORKING_SECONDS) -> None:
+def finish(
+    status: int,
+    *,
+    leaves: bool = False,
+    idle: float = IDLE_SECONDS,
+    working: float = WORKING_SECONDS,
+) -> None:
     """Do what Python does at its end: wait for threads, call what `atexit` holds, flush.
 
     Threads and children that do nothing for `idle` seconds are named on standard error and left;
@@ -40,6 +49,8 @@ def finish(status: int, *, idle: float = IDLE_SECONDS, working: float = WORKING_
 
     Args:
         status: The exit status.
+        leaves: Whether the process ends here in any case, without what Python does after this. A
+            thread of C++ that asks for Python then, as those of torch and jax do, would abort it.
         idle: Seconds without progress after which background work counts as stuck.
         working: Seconds for which work that makes progress is waited for, and `atexit` functions.
     """
@@ -58,7 +69,7 @@ def finish(status: int, *, idle: float = IDLE_SECONDS, working: float = WORKING_
         interrupted = True
     guard.stop()
     _flush()
-    if interrupted or "libtpu" in sys.modules:
+    if interrupted or leaves or "libtpu" in sys.modules:
         # Threads of libtpu are not Python's, and have been seen to keep a process from ending.
         _leave(_INTERRUPTED if interrupted else status)
 
@@ -199,6 +210,20 @@ def _say(line: str) -> None:
         sys.stderr.flush()
 
 
+def _close_files() -> None:
+    """Close what the script has left open, as Python does at its end: archives, then files."""
+    archives = getattr(sys.modules.get("zipfile"), "ZipFile", ())
+    standard = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
+    standard |= {id(getattr(one, "buffer", None)) for one in (sys.stdin, sys.stdout, sys.stderr)}
+    objects = [one for one in gc.get_objects() if id(one) not in standard]
+    # Closing a file closes what is below it, and first writes what it has.
+    for kind in (archives, io.TextIOBase, io.BufferedIOBase):
+        for one in objects:
+            if issubclass(type(one), kind):  # an object may make up what its class is
+                with contextlib.suppress(OSError, ValueError, AttributeError):
+                    one.close()
+
+
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -208,6 +233,10 @@ def _flush() -> None:
 def _leave(status: int) -> NoReturn:
     """End the process now. What is buffered, in Python and in C, is written."""
     _flush()
+    # A thread that is left may be writing, and hold a file for ever.
+    closing = threading.Thread(target=_close_files, daemon=True)
+    closing.start()
+    closing.join(_CLOSE_SECONDS)
     with contextlib.suppress(OSError, TypeError, AttributeError):
         ctypes.CDLL(None).fflush(None)
     os._exit(status & 0xFF)

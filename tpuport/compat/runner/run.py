@@ -122,7 +122,7 @@ def run(
         if status == 0 and not quiet:
             _say_costs(settings)
         if ends_process:
-            finish(status)
+            finish(status, leaves=replicas.size() > 1)
         return status
 
 
