@@ -66,7 +66,8 @@ def attend_blocks(
         precision=precision_of(q),
         shards=_dividing(inside, q, k, blocks[0]),
     )
-    out, lse = _attention(problem, q, k, v, tuple(lists))
+    found: Any = _attention(problem, q, k, v, tuple(lists))
+    out, lse = found
     if shards is not None and inside is not shards:
         out, lse = (_over_sequence(shards, x) for x in (out, lse))
     return out, lse
