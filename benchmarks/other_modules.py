@@ -35,7 +35,9 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import ParityError, TpuportError
 
 # What may become of a module, worst first. Of "not judged" eager PyTorch took no input.
-KINDS = ("differs", "raises", "refused", "over time", "passes", "not judged")
+KINDS = ("differs", "raises", "refused", "over time", "passes", "runs", "not judged")
+# What is said of a module that runs: no two results of it are to be compared.
+_RANDOM = "draws random numbers: values were not compared"
 # How much farther from float64 than eager a port may be, and what is no distance at all: decisions
 # and sums of a deep network turn a rounding of 1e-7 into as much.
 FACTOR, NOISE, LEAST = 8.0, 1e-4, 1e-3
@@ -187,14 +189,14 @@ def compare_calls(module: nn.Module, given: list[Any]) -> str:
         except Exception:
             if number < 2:
                 raise
-            return ""  # this module takes one size of batch
+            return _RANDOM if random else ""  # this module takes one size of batch
         with torch.no_grad():
             truth = _exact(lambda a=args: _tensors(exact(*_at("cpu", torch.float64, a))), want)
         have = _tensors(ported(*args))
         found = "" if random else difference(want, truth, have)
         if found:
             return f"call {number + 1}: {found}"
-    return ""
+    return _RANDOM if random else ""
 
 
 def trained(module: nn.Module, given: list[Any], device: str, dtype: torch.dtype) -> list[Any]:
@@ -226,8 +228,18 @@ def compare_training(module: nn.Module, given: list[Any]) -> str:
     exact = _exact(lambda: trained(module, given, "cpu", torch.float64), want)
     with tpuport.porting():
         have = trained(module, given, "cuda", torch.float32)
-    found = "" if random else difference(want, exact, have)
+    if random:
+        return _RANDOM
+    found = difference(want, exact, have)
     return f"training: {found}" if found else ""
+
+
+def compared(module: nn.Module, given: list[Any]) -> str:
+    """Compare calls and a training step; say what differs, or that values were not compared."""
+    found = compare_calls(module, given)
+    if found in ("", _RANDOM):
+        found = compare_training(module, given) or found
+    return found
 
 
 def prepared(make: Callable[..., Any]) -> tuple[nn.Module | None, list[Any] | None, str]:
@@ -263,7 +275,7 @@ def judged(file: str, name: str, make: Callable[..., Any], seconds: float) -> Fi
     shapes = f" (arguments {', '.join(map(_described, given))})"
     try:
         with time_limit(seconds):
-            found = compare_calls(module, given) or compare_training(module, given)
+            found = compared(module, given)
     except ParityError as error:
         return made("differs", str(error) + shapes)
     except TpuportError as error:
@@ -272,7 +284,8 @@ def judged(file: str, name: str, make: Callable[..., Any], seconds: float) -> Fi
         return made("over time")
     except Exception as error:
         return made("raises", f"{type(error).__name__}: {error}{shapes}")
-    return made("differs" if found else "passes", found + shapes if found else "")
+    kind = {"": "passes", _RANDOM: "runs"}.get(found, "differs")
+    return made(kind, found + shapes if kind == "differs" else found)
 
 
 def _described(value: Any) -> str:
