@@ -131,5 +131,6 @@ def test_it_equals_upstreams_function_in_eager_pytorch(name: str, by_kernel: boo
         assert program.report.verified
     del net
     for one, other in zip(found, wanted, strict=True):
+        # Of the largest: sums over tiles, in another order than over all pairs, in float32.
         scale = other.abs().max()
         torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=2e-5)
