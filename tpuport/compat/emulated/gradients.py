@@ -93,9 +93,7 @@ def differentiable(
         found = paths.of(closed.jaxpr)
         used = functools.reduce(int.__or__, (path.may for path in found), 0)
         left = _flowing(shape[1][1][0], outcome())
-        ends = found[len(shape[0]) - len(left) : len(shape[0])]
-        constant = tuple(n for n, path in zip(left, ends, strict=True) if not path.may)
-        outcome().flows = Flows(left, constant, used)
+        outcome().flows = Flows(left, used)
         _refuse_lost_gradients(jax.tree.unflatten(tree, found), labels)
         count = len(shape[0])
 

@@ -28,8 +28,6 @@ class LeftTensors:
         self.flowing: dict[str, torch.Tensor] = {}
         # What the tensors of changed state are like, and their values.
         self._metas: dict[str, torch.Tensor] = {}
-        # Those that require grad and depend on nothing that is differentiated.
-        self._constant: set[str] = set()
         self._values: Mapping[str, jax.Array] = {}
         # What they share memory with, and the user's tensor for it if it was there before the call.
         self._owners: dict[str, tuple[Alias, Any]] = {}
@@ -40,8 +38,6 @@ class LeftTensors:
         self.bound.update(outcome.bound)
         self._metas.update(outcome.state_metas)
         self._values = values
-        if outcome.flows is not None:
-            self._constant.update(outcome.flows.constant)
 
     def share(
         self,
@@ -80,8 +76,10 @@ class LeftTensors:
         that the call left under another name.
         """
         alias, _ = self._owners.get(name, (None, None))
-        is_outside = alias is not None and isinstance(alias.of, Outside) and alias.is_same
-        return is_outside or (alias is not None and isinstance(alias.of, str) and self.has(name))
+        if alias is None:
+            return False
+        is_known = isinstance(alias.of, (Outside, Before)) and alias.is_same
+        return is_known or (isinstance(alias.of, str) and self.has(name))
 
     def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this call's own tensor for a constant that it left under a name."""
@@ -122,24 +120,24 @@ class LeftTensors:
         if alias.is_written or not alias.is_exact:
             return None
         self.shares = True
-        return view_of(owner, alias, self._metas[name].requires_grad, name in self._constant)
+        return view_of(owner, alias, self._metas[name].requires_grad)
 
 
-def view_of(
-    owner: torch.Tensor, alias: Alias, requires_grad: bool = False, is_constant: bool = False
-) -> torch.Tensor:
+def view_of(owner: torch.Tensor, alias: Alias, requires_grad: bool = False) -> torch.Tensor:
     """Return a window into the memory of a tensor.
 
     Args:
         owner: the tensor.
         alias: the window.
         requires_grad: whether it requires grad, as a view of what does, else it is detached.
-        is_constant: whether it was taken under no_grad, so that it passes no gradient on.
     """
     offset = owner.storage_offset() + alias.offset
-    with torch._C.DisableTorchFunction(), torch.set_grad_enabled(not is_constant):
-        base = owner if requires_grad else owner.detach()
-        return tag(base.as_strided(alias.size, alias.stride, offset))
+    with torch._C.DisableTorchFunction():
+        base = owner if requires_grad and not alias.is_cut else owner.detach()
+        view = base.as_strided(alias.size, alias.stride, offset)
+        # A view that was taken under no_grad would raise in code of ours that asks for its graph,
+        # once its base was written to: this is a leaf of its own, as eager's is.
+        return tag(view.requires_grad_() if requires_grad and alias.is_cut else view)
 
 
 def owner_of(alias: Alias, before: Mapping[str, Any], arguments: list[Any]) -> Any:

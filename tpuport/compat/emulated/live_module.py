@@ -411,10 +411,8 @@ class LiveModel(PortedModel):
                 continue
             if alias.is_same:
                 given[index] = owner
-            elif not (meta := metas[index]).requires_grad and (
-                alias.is_exact or (isinstance(at, Outside) and meta.dtype == owner.dtype)
-            ):
-                given[index] = view_of(owner, alias)
+            elif alias.is_exact or (isinstance(at, Outside) and metas[index].dtype == owner.dtype):
+                given[index] = view_of(owner, alias, metas[index].requires_grad)
 
     def _share_buffers(self) -> None:
         """Let results share the memory of the user's own buffers, which have their new values."""

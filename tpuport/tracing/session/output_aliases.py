@@ -136,7 +136,9 @@ def alias_of(
     is_exact = fits and not (is_theirs or moved or extents_of(leaf))
     if is_dense and not _is_inside(meta, base.numel(), offset - start):
         is_exact = False
-    return Alias(of, leaf is owner, tuple(meta.shape), meta.stride(), offset - start, is_exact)
+    is_cut = isinstance(leaf, TracedTensor) and leaf._detached and leaf.requires_grad
+    place = tuple(meta.shape), meta.stride(), offset - start
+    return Alias(of, leaf is owner, *place, is_exact, is_cut=is_cut)
 
 
 def _is_inside(window: torch.Tensor, count: int, start: int) -> bool:

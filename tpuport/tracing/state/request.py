@@ -23,12 +23,10 @@ class Flows:
 
     Attributes:
         state: The names that the call bound to new floating tensors that require grad.
-        constant: Of these, the names of what depends on no differentiated input.
         used: The differentiated inputs that a result or this state depends on, one bit for each.
     """
 
     state: tuple[str, ...]
-    constant: tuple[str, ...]
     used: int
 
 
@@ -112,6 +110,7 @@ class Alias:
         offset: Where it starts, counted from where the other one starts.
         is_exact: Whether it is such a window into the other one, with the same dtype.
         is_written: Of state, whether the call wrote to that memory.
+        is_cut: Whether it requires grad and passes none on: a view that was taken under no_grad.
     """
 
     of: int | str | Before | Sibling | Outside
@@ -121,6 +120,7 @@ class Alias:
     offset: int
     is_exact: bool = True
     is_written: bool = False
+    is_cut: bool = False
 
 
 @dataclass
