@@ -11,6 +11,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.model.options import ConvertOptions
 from tpuport.model.ported_model import PortedModel
 from tpuport.quantization.files import metadata_of, open_quantized
+from tpuport.quantization.folding import fold_orders
 from tpuport.quantization.freeze import freeze, with_layers
 from tpuport.quantization.passes import (
     LayerMeasures,
@@ -100,8 +101,11 @@ def quantize(
     frozen, layers, kept = freeze(module, scheme, statistics, keep)
     errors: dict[str, LayerMeasures] = {}
     wanted: list[Any] = []
+    folded: dict[str, tuple[str, ...]] = {}
     if batches:
         errors, wanted = compare_layers(module, layers, batches, model)
+        layers, folded = fold_orders(module, layers, batches[0])
+        frozen = with_layers(module, layers) if folded else frozen
     options = _options((scheme,), verify, rtol)
     found = None
     if batches:
@@ -113,7 +117,8 @@ def quantize(
         _layer_report(name, module.get_submodule(name), one, errors.get(name))
         for name, one in layers.items()
     )
-    made = QuantizedModel(frozen, options, QuantizationReport(asdict(scheme), reports, kept, found))
+    report = QuantizationReport(asdict(scheme), reports, kept, found, folded)
+    made = QuantizedModel(frozen, options, report)
     shard_like(made, model)
     return made
 

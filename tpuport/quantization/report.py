@@ -54,12 +54,14 @@ class QuantizationReport(SavedReport):
         layers: The quantized layers.
         kept: Why each other module with weights is in float.
         outputs: How the model's results on the calibration differ from float's.
+        folded: Layers that make the channels of a layer's input in its order, by that layer.
     """
 
     scheme: dict[str, Any]
     layers: tuple[LayerReport, ...]
     kept: dict[str, str] = field(default_factory=dict)
     outputs: Deviation | None = None
+    folded: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -106,6 +108,9 @@ class QuantizationReport(SavedReport):
             )
             lines.append(f"  {one.name:40} {one.shape!s:14} {self.shown(one.deviation)}{spread}")
         lines += [f"  {key or 'the model':40} in float: {why}" for key, why in self.kept.items()]
+        lines += [
+            f"  {key:40} its order is made by {', '.join(of)}" for key, of in self.folded.items()
+        ]
         return "\n".join(lines)
 
 
@@ -126,8 +131,9 @@ def report_of(fields: Mapping[str, Any]) -> QuantizationReport:
         )
         for one in fields["layers"]
     )
-    given = {**fields, "layers": layers, "outputs": error(fields["outputs"])}
-    return QuantizationReport(**given)
+    folded = {name: tuple(of) for name, of in fields.get("folded", {}).items()}
+    given = {"layers": layers, "outputs": error(fields["outputs"]), "folded": folded}
+    return QuantizationReport(**{**fields, **given})
 
 
 def _error(layer: LayerReport) -> float:

@@ -74,7 +74,8 @@ class Observer(torch.nn.Module):
 class Statistics:
     """What calibration found, by layer: `low`, `high`, `calls`, and what the scheme asked for.
 
-    They can be saved, resumed and merged in any order: the results are equal.
+    They can be saved, resumed and merged in any order: the results are equal, but for the sums of
+    GPTQ and AWQ, which float32 rounds in the order of the batches.
     """
 
     layers: Mapping[str, Mapping[str, np.ndarray]]
