@@ -39,6 +39,25 @@ def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
     del copy, part, proxy, wrapper
 
 
+@pytest.mark.parametrize("grows", [False, True])
+def test_modules_that_a_call_puts_around_the_model_name_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grows: bool
+) -> None:
+    """torchdiffeq makes one in each call: eager PyTorch drops it, and a port's program holds it."""
+    recorder = StepRecorder(tmp_path, "trained", 1)
+    init = torch.optim.Optimizer.__init__
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", recorder.noting(init))
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    around = torch.nn.Sequential(model)
+    if grows:  # what the optimizer is given later has no name but that of what is there later
+        around.append(torch.nn.Linear(3, 1))
+        optimizer.add_param_group({"params": around[1].parameters()})
+    recorder.before_step(optimizer)
+    later = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert set(recorder.names.values()) == (later if grows else {"weight", "bias"})
+
+
 def test_an_optimizer_that_stands_for_another_is_the_same(tmp_path: Path) -> None:
     """Lightning makes one with the same groups, and both may make the step."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])

@@ -17,6 +17,7 @@ import random
 import runpy
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class StepRecorder:
         self.optimizers: list[Optimizer] = []
         self.names: dict[int, str] = {}
         self.roots: list[tuple[str, torch.nn.Module]] = []
+        self.made_before: dict[int, list[weakref.ref[torch.nn.Module]]] = {}
         self.moved: list[str] = []
         self.counts: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
@@ -81,6 +83,17 @@ class StepRecorder:
         owners: tuple[Any, ...] = (torch.Tensor, torch.autograd)
         for owner in owners:
             owner.backward = self.recorded(owner.backward)
+        torch.optim.Optimizer.__init__ = self.noting(torch.optim.Optimizer.__init__)
+
+    def noting(self, init: Callable[..., None]) -> Callable[..., None]:
+        """Return the constructor of optimizers, which also notes what modules there are."""
+
+        @functools.wraps(init)
+        def call(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            init(optimizer, *args, **kwargs)
+            self.made_before[id(optimizer)] = [weakref.ref(module) for module in all_modules()]
+
+        return call
 
     def recorded(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `backward`, which also records the value that it is called on."""
@@ -157,9 +170,7 @@ class StepRecorder:
         held = {
             id(p): i for i, p in enumerate(p for g in optimizer.param_groups for p in g["params"])
         }
-        # The class alone is asked: some objects warn if their `__class__` is read.
-        modules: list[torch.nn.Module]
-        modules = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+        modules = self.modules_for(optimizer)
         inner = {id(child) for module in modules for child in module.children()}
         roots: list[tuple[torch.nn.Module, dict[int, str]]] = []
         for root in (unwrapped(module) for module in modules if id(module) not in inner):
@@ -176,6 +187,18 @@ class StepRecorder:
             if not named.keys() <= self.names.keys():
                 self.names = named | self.names
                 self.roots.append((f"{len(self.counts) - 1}.{first[id(root)]}", root))
+
+    def modules_for(self, optimizer: Optimizer) -> list[torch.nn.Module]:
+        """Return the modules among which the names of an optimizer's parameters are looked for.
+
+        A module that a call of the model puts around it, as torchdiffeq does, lives until the step
+        in one run and not in the other, so modules that are newer than the optimizer do not count.
+        """
+        before = [reference() for reference in self.made_before.get(id(optimizer), ())]
+        older = [module for module in before if module is not None]
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = {id(p) for module in older for p in module.parameters(recurse=False)}
+        return older if held <= named else all_modules()
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that the modules have now, also those that they assigned anew."""
@@ -284,6 +307,12 @@ class WrittenPaths:
         # Should the disk be full, nothing is known of the file, and it stays where it is.
         with contextlib.suppress(OSError), open(self.file, "a") as file:
             file.write(line + "\n")
+
+
+def all_modules() -> list[torch.nn.Module]:
+    """Return all modules of this process."""
+    # The class alone is asked: some objects warn if their `__class__` is read.
+    return [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
