@@ -308,13 +308,8 @@ class JittedProgram:
         treedef = jax.tree.structure(shape)
 
         def run(consts: list[jax.Array], state: Any, key: jax.Array, values: Any) -> Any:
-            rest = iter(consts)
-            all_consts = [
-                _literal(small[i]) if i in small else next(rest) for i in range(len(closed.consts))
-            ]
-            flat = jax.tree.leaves((state, key, values))
-            program = jaxpr_as_fun(closed.replace(consts=all_consts))
-            return jax.tree.unflatten(treedef, program(*flat))
+            program = jaxpr_as_fun(self._closed(consts))
+            return jax.tree.unflatten(treedef, program(*jax.tree.leaves((state, key, values))))
 
         run.__name__ = run.__qualname__ = re.sub(r"\W+", "_", name)
         self.hoisted = place(big)
@@ -326,6 +321,26 @@ class JittedProgram:
     def __call__(self, state: Any, key: jax.Array, values: Any) -> Any:
         """Run the program, and compile it if it has not been yet."""
         return self._jitted(self.hoisted, state, key, values)
+
+    def edited(
+        self, edit: Callable[[ClosedJaxpr], ClosedJaxpr], given: Any, further: list[Any]
+    ) -> Any:
+        """Run the program in another form, which may take more arguments, inside of a trace.
+
+        Args:
+            edit: makes the other form.
+            given: state, key and values.
+            further: the arguments that follow them.
+        """
+        program = jaxpr_as_fun(edit(self._closed(self.hoisted)))
+        return jax.tree.unflatten(self._treedef, program(*jax.tree.leaves(given), *further))
+
+    def _closed(self, consts: list[jax.Array]) -> ClosedJaxpr:
+        """Return the program with its constants; `consts` are the large ones."""
+        rest = iter(consts)
+        count = range(len(self.jaxpr.constvars))
+        every = [_literal(self._small[i]) if i in self._small else next(rest) for i in count]
+        return ClosedJaxpr(self.jaxpr, every)
 
     def same(self, other: "JittedProgram") -> bool:
         """Return whether both compute the same from the same inputs."""

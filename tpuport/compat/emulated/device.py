@@ -70,7 +70,9 @@ Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 _HANDLERS: dict[Any, Handler] = {}
 
 
-def _handles(*targets: Any) -> Callable[[Handler], Handler]:
+def handles(*targets: Any) -> Callable[[Handler], Handler]:
+    """Return a decorator that lets a function answer for torch functions while the mode is on."""
+
     def register(handler: Handler) -> Handler:
         _HANDLERS.update(dict.fromkeys(targets, handler))
         return handler
@@ -100,7 +102,7 @@ def _caller(depth: int) -> str:
     return sys._getframe(depth).f_globals.get("__name__", "")
 
 
-@_handles(_getter("device"))
+@handles(_getter("device"))
 def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
     if is_tagged(args[0]) and not _asked_by_us():
@@ -108,32 +110,32 @@ def _device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args)
 
 
-@_handles(_getter("is_cuda"))
+@handles(_getter("is_cuda"))
 def _is_cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
     there = is_tagged(args[0]) and not _asked_by_us()
     return shown_device().type == "cuda" if there else func(*args)
 
 
-@_handles(_getter("is_xla"))
+@handles(_getter("is_xla"))
 def _is_xla(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
     there = is_tagged(args[0]) and not _asked_by_us()
     return shown_device().type == "xla" if there else func(*args)
 
 
-@_handles(_getter("is_cpu"))
+@handles(_getter("is_cpu"))
 def _is_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del kwargs
     return False if is_tagged(args[0]) and not _asked_by_us() else func(*args)
 
 
-@_handles(torch.Tensor.get_device, torch.get_device)
+@handles(torch.Tensor.get_device, torch.get_device)
 def _get_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return 0 if is_tagged(args[0]) else func(*args, **kwargs)
 
 
-@_handles(_getter("grad"))
+@handles(_getter("grad"))
 def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Gradients are made by C++, which does not go through here.
     del kwargs
@@ -141,7 +143,7 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tag(grad) if grad is not None and is_tagged(args[0]) else grad
 
 
-@_handles(torch.Tensor.cuda)
+@handles(torch.Tensor.cuda)
 def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del func
     tensor, device = args[0], kwargs.get("device", args[1] if len(args) > 1 else None)
@@ -152,14 +154,14 @@ def _cuda(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _moved(tensor, True, options)
 
 
-@_handles(torch.Tensor.cpu)
+@handles(torch.Tensor.cpu)
 def _cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if isinstance(args[0], TracedTensor):
         return func(*args, **kwargs)
     return _moved(args[0], False, kwargs)
 
 
-@_handles(torch.Tensor.to)
+@handles(torch.Tensor.to)
 def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, rest = args[0], list(args[1:])
     options = dict(kwargs)
@@ -198,7 +200,7 @@ def _moved(tensor: torch.Tensor, on_accelerator: bool, options: dict[str, Any]) 
     return tag(made) if on_accelerator else made
 
 
-@_handles(torch.Tensor.type)
+@handles(torch.Tensor.type)
 def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, wanted = args[0], kwargs.get("dtype", args[1] if len(args) > 1 else None)
     if wanted is None:
@@ -215,7 +217,7 @@ def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _settled(func(*args, **kwargs), args, kwargs)
 
 
-@_handles(torch.Tensor.type_as)
+@handles(torch.Tensor.type_as)
 def _type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del func
     tensor, other = (*args, *kwargs.values())
@@ -250,7 +252,7 @@ def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             mark.writes += 1
 
 
-@_handles(torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
+@handles(torch._VF._pack_padded_sequence, torch._VF._pad_packed_sequence)
 def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(arg, TracedTensor) for arg in args):
         raise port_error(
@@ -263,7 +265,7 @@ def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _settled(data, args, kwargs), lengths
 
 
-@_handles(torch.Tensor.untyped_storage)
+@handles(torch.Tensor.untyped_storage)
 def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     storage = func(*args, **kwargs)
     if hasattr(storage, MARK) and not _caller(3).startswith("tpuport."):
@@ -272,7 +274,7 @@ def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return storage
 
 
-@_handles(torch.Tensor.numpy, torch.Tensor.__array__)
+@handles(torch.Tensor.numpy, torch.Tensor.__array__)
 def _numpy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not isinstance(args[0], TracedTensor) and is_tagged(args[0]) and not _asked_by_us():
         # CUDA refuses too; and writes through the array could not be noticed.

@@ -14,6 +14,8 @@ from jax import core
 from jax.interpreters import ad
 
 from tpuport.compat.emulated.batched_gradients import row_by_row
+from tpuport.compat.emulated.inner_outputs import InnerOutputs, retain_gradient
+from tpuport.compat.emulated.taps import host_leaf, tapped, with_leaf_taps
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
@@ -89,20 +91,22 @@ def differentiable(
             lambda given: call(dict(zip(names, given, strict=False)), given[len(names) :]),
             return_shape=True,
         )(given)
-        paths, tree = Paths(), jax.tree.structure(shape)
-        found = paths.of(closed.jaxpr)
-        used = functools.reduce(int.__or__, (path.may for path in found), 0)
+        paths, tree, count = Paths(), jax.tree.structure(shape), len(shape[0])
         left = _flowing(shape[1][1][0], outcome())
-        outcome().flows = Flows(left, used)
+        numbers = _numbers(shape[1][0], left)
+        taps = tapped(closed, outcome(), numbers, _seen(outcome(), numbers))
+        found = paths.of(taps.closed.jaxpr)
+        used = functools.reduce(int.__or__, (path.may for path in found), 0)
+        outcome().flows = Flows(left, used, taps.leaves, taps.inner, taps.unsure)
         _refuse_lost_gradients(jax.tree.unflatten(tree, found), labels)
-        count = len(shape[0])
 
-        def run(given: list[Any]) -> Any:
-            outs, decided = evaluated(closed, paths, len(given), given, range(count))
+        def run(given: list[Any], zeros: list[Any]) -> Any:
+            args = [*given, *zeros]
+            outs, decided = evaluated(taps.closed, paths, len(args), args, range(count))
             flows, rest = jax.tree.unflatten(tree, outs)
             return flows, (rest, Reached(tuple(found[:count]), decided))
 
-        flows, pull, (rest, reached) = jax.vjp(run, given, has_aux=True)
+        flows, pull, (rest, reached) = jax.vjp(run, given, taps.zeros, has_aux=True)
         return flows, pull, rest, reached
 
     return forward
@@ -116,6 +120,21 @@ def _flowing(state: dict[str, Any], outcome: TraceResult) -> tuple[str, ...]:
         for name in sorted(outcome.bound & metas.keys())
         if metas[name].requires_grad and _has_gradient(state[name])
     )
+
+
+def _numbers(stays: list[Any], state: Sequence[str]) -> dict[int | str, int]:
+    """Return the number of each floating output, by the index of the result or the state's name."""
+    floats = [index for index, stay in enumerate(stays) if stay is None]
+    return {place: number for number, place in enumerate([*floats, *state])}
+
+
+def _seen(outcome: TraceResult, numbers: dict[int | str, int]) -> list[bool]:
+    """Return which floating outputs require grad, in order."""
+    metas = (
+        outcome.state_metas[place] if isinstance(place, str) else outcome.out_metas[place]
+        for place in numbers
+    )
+    return [meta.requires_grad for meta in metas]
 
 
 @jax.tree_util.register_dataclass
@@ -183,16 +202,17 @@ class _NoCotangent:
         return self
 
 
-@jax.jit
-def _pull(pull: Any, cotangents: list[Any]) -> Any:
-    """Run a backward pass, and return its cotangents of what was differentiated.
+@functools.partial(jax.jit, static_argnames="taps")
+def _pull(pull: Any, cotangents: list[Any], taps: tuple[int, ...]) -> list[jax.Array]:
+    """Run a backward pass, and return its cotangents of what was differentiated, and of some taps.
 
     The function that `jax.vjp` returns is a pytree, so one jit serves all programs.
     """
     avals = [core.ShapedArray(c.shape, c.dtype) for c in cotangents]
     pairs = zip(_conjugate(cotangents), avals, strict=True)
     given = [ad.Zero(a) if isinstance(c, _NoCotangent) else c for c, a in pairs]
-    return _conjugate(pull(given)[0])
+    found, tapped = pull(given)
+    return _conjugate([*found, *(tapped[i] for i in taps)])
 
 
 def _conjugate(cotangents: Iterable[Any]) -> list[Any]:
@@ -200,16 +220,26 @@ def _conjugate(cotangents: Iterable[Any]) -> list[Any]:
     return [c.conj() if jnp.issubdtype(c.dtype, jnp.complexfloating) else c for c in cotangents]
 
 
-def _backward(compiled: CachedProgram, wanted: Wanted, given: Any, inputs: list[Any]) -> list[Any]:
-    """Run a program and its backward pass, as a function of its primals and cotangents."""
+def _backward(
+    compiled: CachedProgram, wanted: Wanted, taps: tuple[int, ...], given: Any, inputs: list[Any]
+) -> list[Any]:
+    """Run a program and its backward pass, as a function of its primals and cotangents.
+
+    The primals are what is differentiated, and zeros for the leaves that the program makes.
+    """
     (state, key, values), (names, indices) = given, wanted
-    primals, cotangents = _parted(inputs, len(names) + len(indices))
+    flows = compiled.outcome.flows
+    leaves = [leaf.name for leaf, _ in flows.leaves] if flows is not None else []
+    primals, rest = _parted(inputs, len(names) + len(indices))
+    zeros, cotangents = _parted(rest, len(leaves))
     part, merged = dict(zip(names, primals, strict=False)), list(values)
     for index, value in zip(indices, primals[len(names) :], strict=True):
         merged[index] = value
     state = tuple(map(part.get, compiled.names, state))
-    _, pull, *_ = compiled.run(state, key, merged)
-    return _conjugate(pull(_conjugate(cotangents))[0])
+    run = compiled.run
+    _, pull, *_ = run.edited(with_leaf_taps(leaves), (state, key, merged), zeros)
+    found, tapped = pull(_conjugate(cotangents))
+    return _conjugate([*found, *(tapped[i] for i in taps)])
 
 
 class _Derivative:
@@ -224,6 +254,8 @@ class _Derivative:
         self._function = function
         self._jitted = jax.jit(self._pulled)
         self.paths: list[Path] | None = None
+        # What the results of the function are like.
+        self._like: list[Any] = []
         self._count = 0
 
     @functools.cached_property
@@ -244,24 +276,22 @@ class _Derivative:
         """Return the cotangents of the inputs, and which of them exist."""
         if self.paths is None:
             function = functools.partial(self._function, given)
-            self.paths = Paths().of(jax.make_jaxpr(function)(inputs).jaxpr)
+            closed = jax.make_jaxpr(function)(inputs)
+            self.paths, self._like = Paths().of(closed.jaxpr), closed.out_avals
             self._count = len(inputs)
         pairs = list(zip(self.paths, cotangents, strict=True))
         bits = functools.reduce(int.__or__, (p.may for p, c in pairs if c is not None), 0)
-        # The results of a backward pass are like the first of its inputs.
-        full = _full(inputs[: len(cotangents)], cotangents)
-        found = self._jitted(given, inputs, full)
+        found = self._jitted(given, inputs, self.full(cotangents))
         return found, [bool(bits >> i & 1) for i in range(len(found))]
+
+    def full(self, cotangents: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Return cotangents of the results as arrays, zeros for the missing ones."""
+        pairs = zip(self._like, cotangents, strict=True)
+        return [jnp.zeros(a.shape, a.dtype) if t is None else backend.to_jax(t) for a, t in pairs]
 
 
 def _parted(both: list[Any], count: int) -> tuple[list[Any], list[Any]]:
     return both[:count], both[count:]
-
-
-def _full(like: Sequence[Any], tensors: Sequence[torch.Tensor | None]) -> list[Any]:
-    """Return tensors as arrays, zeros for the missing ones."""
-    pairs = zip(like, tensors, strict=True)
-    return [jnp.zeros_like(a) if t is None else backend.to_jax(t) for a, t in pairs]
 
 
 @dataclass
@@ -275,12 +305,19 @@ class DifferentiatedCall:
     reached: Any = None
     metas: list[torch.Tensor] = field(default_factory=list)
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    # The dtypes of what is differentiated.
+    dtypes: list[torch.dtype] = field(default_factory=list)
     # The floating outputs without a gradient, such as those made under `no_grad`.
     constant: list[int] = field(default_factory=list)
     # The parameters (by name) and arguments (by number) that torch would save for backward.
     saved: dict[str | int, torch.Tensor] = field(default_factory=dict)
     # Whether a backward pass ends at the arguments and the state, instead of flowing on.
     ends_here: bool = False
+    # The leaves that the call makes, and the outputs that others are computed from.
+    leaves: list[torch.Tensor] = field(default_factory=list)
+    inner: InnerOutputs = field(default_factory=InnerOutputs)
+    # The outputs that code inside asked to retain their gradient.
+    retaining: list[torch.Tensor] = field(default_factory=list)
 
     @contextlib.contextmanager
     def compared(self) -> Iterator[None]:
@@ -291,6 +328,9 @@ class DifferentiatedCall:
                 yield
         finally:
             self.ends_here = False
+            for tensor in self.retaining:
+                tensor.grad = None
+            self.retaining.clear()
 
     def run(self) -> list[torch.Tensor]:
         """Run forward and return the floating outputs, in order."""
@@ -303,7 +343,16 @@ class DifferentiatedCall:
         self.metas += [outcome.state_metas[name] for name in outcome.flows.state]
         self.constant = [i for i, meta in enumerate(self.metas) if not meta.requires_grad]
         self.shapes = [flow.shape for flow in flows]
-        return [host_tensor(flow, m.dtype, m) for flow, m in zip(flows, self.metas, strict=True)]
+        made = [host_tensor(flow, m.dtype, m) for flow, m in zip(flows, self.metas, strict=True)]
+        for (_, numbers), leaf in zip(outcome.flows.leaves, self.leaves, strict=True):
+            self.constant += numbers
+            for number in numbers[:1]:
+                leaf.data.copy_(made[number])
+        return made
+
+    def like(self, asked: tuple[int, ...]) -> list[torch.dtype]:
+        """Return the dtypes of the gradients that `pulled_back` returns."""
+        return [*self.dtypes, *(self.metas[self.inner.outputs[i][0]].dtype for i in asked)]
 
     def _cotangents(self, gradients: Sequence[torch.Tensor | None], absent: Any) -> list[Any]:
         dtypes = [meta.dtype for meta in self.metas]
@@ -312,12 +361,21 @@ class DifferentiatedCall:
             for g, dtype, shape in zip(gradients, dtypes, self.shapes, strict=True)
         ]
 
-    def pulled_back(self, gradients: Sequence[torch.Tensor | None]) -> list[jax.Array]:
-        """Run backward: map cotangents of the outputs to those of the state and the arguments."""
-        return _pull(self.pull, self._cotangents(gradients, _NoCotangent))
+    def pulled_back(
+        self, gradients: Sequence[torch.Tensor | None], asked: tuple[int, ...]
+    ) -> list[jax.Array]:
+        """Run backward: map cotangents of the outputs to those of what `inputs` returns.
+
+        Those of inner outputs that are asked for follow.
+        """
+        return _pull(self.pull, self._cotangents(gradients, _NoCotangent), self._taps(asked))
+
+    def _taps(self, asked: tuple[int, ...]) -> tuple[int, ...]:
+        count = len(self.leaves)
+        return (*range(count), *(count + i for i in asked))
 
     def second_order(
-        self, gradients: Sequence[torch.Tensor | None]
+        self, gradients: Sequence[torch.Tensor | None], asked: tuple[int, ...]
     ) -> tuple[_Derivative, Any, list[Any]]:
         """Return the pullback of `pulled_back`, which runs the program once more, and its inputs.
 
@@ -327,10 +385,12 @@ class DifferentiatedCall:
         derived = prepared.compiled.run.derived
         primals = [prepared.state[name] for name in names]
         primals += [prepared.given.values[index] for index in indices]
-        twice = derived.get(self.wanted)
+        primals += [jnp.zeros(leaf.shape, backend.jax_dtype(leaf.dtype)) for leaf in self.leaves]
+        twice = derived.get((self.wanted, asked))
         if twice is None:
-            back = functools.partial(_backward, prepared.compiled, self.wanted)
-            twice = derived[self.wanted] = _Derivative(back)
+            taps = self._taps(asked)
+            back = functools.partial(_backward, prepared.compiled, self.wanted, taps)
+            twice = derived[self.wanted, asked] = _Derivative(back)
         given = (prepared.picked, prepared.key, prepared.given.values)
         return twice, given, [*primals, *self._cotangents(gradients, jnp.zeros)]
 
@@ -351,10 +411,25 @@ class DifferentiatedCall:
         """
         self._refuse_longer_gradients(tensors)
         flows = self.prepared.compiled.outcome.flows
-        used = 0 if flows is None else flows.used
-        return [
-            t if t.grad_fn is None or used >> i & 1 else t.detach() for i, t in enumerate(tensors)
+        assert flows is not None
+        self.leaves = [
+            host_leaf(leaf)
+            if leaf.argument is None
+            else self.prepared.leaves[leaf.argument].requires_grad_()
+            for leaf, _ in flows.leaves
         ]
+        self.inner.outputs, self.inner.unsure = flows.inner, flows.unsure
+        own = [
+            t if t.grad_fn is None or flows.used >> i & 1 else t.detach()
+            for i, t in enumerate(tensors)
+        ]
+        return [*own, *self.leaves, *self.inner.probes()]
+
+    def leaves_by_name(self) -> dict[str, torch.Tensor]:
+        """Return the leaves that the call bound to names of the state."""
+        flows = self.prepared.compiled.outcome.flows
+        pairs = zip(flows.leaves if flows else (), self.leaves, strict=True)
+        return {name: tensor for (leaf, _), tensor in pairs for name in leaf.state}
 
     def _refuse_longer_gradients(self, tensors: list[torch.Tensor]) -> None:
         """Refuse a gradient inside the program that eager PyTorch would follow out of it."""
@@ -381,9 +456,17 @@ class DifferentiatedCall:
         The state among them follows, by name.
         """
         stays, rest = self.rest
+        known = self.prepared.compiled.outcome.flows
+        for (_, numbers), leaf in zip(known.leaves if known else (), self.leaves, strict=True):
+            for number in numbers:
+                flows[number] = leaf
+        numbers = _numbers(stays, known.state if known else ())
+        for place in self.prepared.compiled.outcome.retained:
+            if place in numbers:
+                retain_gradient(flows[numbers[place]], Through)
+                self.retaining.append(flows[numbers[place]])
         given = iter(flows)
         results = ([next(given) if stay is None else stay for stay in stays], *rest)
-        known = self.prepared.compiled.outcome.flows
         return results, dict(zip(() if known is None else known.state, given, strict=True))
 
 
@@ -419,12 +502,13 @@ class Through(torch.autograd.Function):
         ctx: Any, call: DifferentiatedCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         """Run the program; `tensors` are the inputs to differentiate, in the order of `call`."""
-        ctx.like = [t.dtype for t in tensors]
+        count = len(tensors) - len(call.inner.probes())
+        call.dtypes = [t.dtype for t in tensors[:count]]
         flows = call.run()
         # Torch frees saved tensors after a backward pass, and raises at a second use. What
         # a program kept hangs on one, so a loss that a script collects keeps none of it alive.
         kept: Any = torch.empty(0)
-        kept._tpuport_kept = (call, tensors)
+        kept._tpuport_kept = (call, tensors[:count])
         # Of the others torch checks that nothing was written to them.
         ctx.save_for_backward(kept, *call.unwritten())
         ctx.set_materialize_grads(False)
@@ -440,30 +524,35 @@ class Through(torch.autograd.Function):
         kept = ctx.saved_tensors[0]
         call, tensors = kept._tpuport_kept
         used = [i for i, g in enumerate(gradients) if g is not None]
+        asked = () if call.ends_here else call.inner.asked()
         for index, error in call.prepared.compiled.run.derived.get(REFUSED, {}).items():
             if index in used:
                 raise type(error)(*error.args) from error
-        reached = call.reached.inputs(used, len(tensors))
+        reached = call.reached.inputs(used, len(tensors) + len(call.inner.outputs))
+        inner = [reached[len(tensors) + i] for i in asked]
         if call.ends_here:
             count = len(call.wanted[0])
             reached = [r and t.is_leaf for r, t in zip(reached[:count], tensors, strict=False)]
-            reached += [False] * len(call.wanted[1])
-        needed = tuple(a and b for a, b in zip(ctx.needs_input_grad[1:], reached, strict=True))
+            reached += [False] * (len(tensors) - count)
+        needs = ctx.needs_input_grad[1 : 1 + len(tensors)]
+        needed = (*(a and b for a, b in zip(needs, reached, strict=False)), *inner)
+        again: Any = functools.partial(_back, call, asked, needed)
         if torch.is_grad_enabled():  # create_graph=True
             with without_saved_tensors_hooks():
-                again = functools.partial(_Back.apply, call, needed, *tensors)
-                return (None, *row_by_row(lambda rows: again(*rows), gradients))
-        like = ctx.like
-        return (None, *row_by_row(lambda rows: _back(call, rows, like, needed), gradients))
+                again = functools.partial(_Back.apply, call, asked, needed, *tensors)
+                made = call.inner.pulled(asked, lambda rows: again(*rows), gradients)
+        else:
+            made = call.inner.pulled(asked, again, gradients)
+        return (None, *made, *(None for _ in call.inner.probes()))
 
 
 def _back(
     call: DifferentiatedCall,
-    gradients: Sequence[torch.Tensor | None],
-    like: list[Any],
+    asked: tuple[int, ...],
     needed: tuple[bool, ...],
+    gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    return _given(call.pulled_back(gradients), like, needed)
+    return _given(call.pulled_back(gradients, asked), call.like(asked), needed)
 
 
 def _given(found: list[Any], like: list[Any], needed: Any) -> list[torch.Tensor | None]:
@@ -478,15 +567,19 @@ class _Back(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: DifferentiatedCall, needed: Any, *given: torch.Tensor | None
+        ctx: Any,
+        call: DifferentiatedCall,
+        asked: tuple[int, ...],
+        needed: Any,
+        *given: torch.Tensor | None,
     ) -> tuple[Any, ...]:
         """Return the gradients; `given` are the call's tensors, then the outputs' gradients."""
-        count = len(needed)
+        count = len(needed) - len(asked)
         ctx.set_materialize_grads(False)
         ctx.like = [None if t is None else t.dtype for t in given]
-        made = _back(call, given[count:], ctx.like[:count], needed)
+        made = _back(call, asked, needed, given[count:])
         kept: Any = torch.empty(0)
-        kept._tpuport_kept = (call, given)
+        kept._tpuport_kept = (call, asked, given)
         ctx.save_for_backward(kept)
         return tuple(made)
 
@@ -494,10 +587,10 @@ class _Back(torch.autograd.Function):
     def backward(ctx: Any, *seconds: torch.Tensor | None) -> tuple[Any, ...]:
         """Return the gradients of those gradients."""
         (kept,) = ctx.saved_tensors
-        call, tensors = kept._tpuport_kept
-        order = call.second_order(tensors[len(seconds) :])
+        call, asked, tensors = kept._tpuport_kept
+        order = call.second_order(tensors[len(seconds) - len(asked) :], asked)
         made = row_by_row(lambda rows: _pulled_on(ctx, order, tensors, rows), seconds)
-        return (None, None, *made)
+        return (None, None, None, *made)
 
 
 class _Higher(torch.autograd.Function):
@@ -511,7 +604,7 @@ class _Higher(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.like = [None if t is None else t.dtype for t in given]
         found, reached = derivative(constants, inputs, given[count:])
-        both = [*inputs, *_full(inputs[: len(given) - count], given[count:])]
+        both = [*inputs, *derivative.full(given[count:])]
         kept: Any = torch.empty(0)
         kept._tpuport_kept = ((derivative.next, constants, both), given)
         ctx.save_for_backward(kept)

@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
-from tpuport.tracing.state.module_state import state_tree
+from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.request import Alias, Before, Outside, Sibling, TraceResult
 
 
@@ -19,6 +19,7 @@ class LeftTensors:
     Attributes:
         bound: their names.
         flowing: those with a graph, by name.
+        leaves: those that the call made leaves that require grad, by name.
         shares: whether one is a view of another tensor.
     """
 
@@ -26,6 +27,7 @@ class LeftTensors:
         self.bound: set[str] = set()
         self.shares = False
         self.flowing: dict[str, torch.Tensor] = {}
+        self.leaves: dict[str, torch.Tensor] = {}
         # What the tensors of changed state are like, and their values.
         self._metas: dict[str, torch.Tensor] = {}
         self._values: Mapping[str, jax.Array] = {}
@@ -85,6 +87,12 @@ class LeftTensors:
         """Return this call's own tensor for a constant that it left under a name."""
         return self._made[name] if name in self._made else value.clone()
 
+    def leaf(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the leaf that the call left under a name, for the tensor of the ported copy."""
+        if value.device.type != "meta":  # a constant, which no program returns
+            self.leaves[name].data.copy_(value)
+        return self.leaves[name]
+
     def tensor(self, name: str, result: torch.Tensor | None = None) -> torch.Tensor:
         """Return the tensor that the call left under a name: a known one, a view, or a new one.
 
@@ -92,6 +100,9 @@ class LeftTensors:
         """
         if name not in self._made:
             made = self._known(name)
+            if name in self.leaves:
+                leaf = self.leaves[name]
+                made = leaf if made is None else in_memory_of(made, leaf)
             if made is None:
                 made = self.flowing.get(name) if result is None else result
             if made is None:
@@ -99,6 +110,23 @@ class LeftTensors:
                 made = host_tensor(self._values[name], meta.dtype, meta)
             self._made[name] = made
         return self._made[name]
+
+    def share_buffers(self, results: list[tuple[torch.Tensor, Alias]], tree: StateTree) -> None:
+        """Let results share the memory of the user's own buffers, which have their new values.
+
+        Args:
+            results: the results, each with the part of a buffer that it is.
+            tree: the user's tensors after the call.
+        """
+        for result, alias in results:
+            is_own = alias.of in tree.registered or alias.of in self.bound
+            owner = tree.leaves.get(str(alias.of)) if is_own else None
+            if not isinstance(owner, torch.Tensor) or owner.requires_grad or result.requires_grad:
+                continue
+            if alias.is_same or alias.is_exact:
+                offset = owner.storage_offset() + alias.offset
+                with torch._C.DisableTorchFunction():
+                    result.set_(owner.untyped_storage(), offset, alias.size, alias.stride)
 
     def of_eager(self, module: torch.nn.Module | None) -> list[torch.Tensor]:
         """Return the tensors of eager's module that the call left with a graph, in one order."""
@@ -138,6 +166,14 @@ def view_of(owner: torch.Tensor, alias: Alias, requires_grad: bool = False) -> t
         # A view that was taken under no_grad would raise in code of ours that asks for its graph,
         # once its base was written to: this is a leaf of its own, as eager's is.
         return tag(view.requires_grad_() if requires_grad and alias.is_cut else view)
+
+
+def in_memory_of(view: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Return a view; instead of it a leaf that the call made, in its memory, if a result is one."""
+    if not (result.requires_grad and result.is_leaf):
+        return view
+    result.data = view.detach()
+    return result
 
 
 def owner_of(alias: Alias, before: Mapping[str, Any], arguments: list[Any]) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
-from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, view_of
+from tpuport.compat.emulated.left_tensors import LeftTensors, in_memory_of, owner_of, view_of
 from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.emulated.structures import Structures
@@ -127,7 +127,8 @@ class LiveModel(PortedModel):
                 raise
         self._structures.note_outside()  # which the call may set at its first use
         self._give_back(before)
-        self._share_buffers()
+        self._left.share_buffers(self._buffer_results, self._tree)
+        self._buffer_results.clear()
         return out
 
     def _call_at_length(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -341,6 +342,8 @@ class LiveModel(PortedModel):
         def back(tensor: torch.Tensor) -> torch.Tensor:
             name = names.get(id(tensor), "")
             known, value = self._tree.leaves.get(name), values.get(name)
+            if name in self._left.leaves:
+                return self._left.leaf(name, tensor)
             if tensor.device.type != "meta" and name not in self._tree.registered:
                 if self._left.is_old(name):
                     return self._left.tensor(name)  # with what the call wrote to it
@@ -412,20 +415,8 @@ class LiveModel(PortedModel):
             if alias.is_same:
                 given[index] = owner
             elif alias.is_exact or (isinstance(at, Outside) and metas[index].dtype == owner.dtype):
-                given[index] = view_of(owner, alias, metas[index].requires_grad)
-
-    def _share_buffers(self) -> None:
-        """Let results share the memory of the user's own buffers, which have their new values."""
-        for result, alias in self._buffer_results:
-            is_own = alias.of in self._tree.registered or alias.of in self._left.bound
-            owner = self._tree.leaves.get(str(alias.of)) if is_own else None
-            if not isinstance(owner, torch.Tensor) or owner.requires_grad or result.requires_grad:
-                continue
-            if alias.is_same or alias.is_exact:
-                offset = owner.storage_offset() + alias.offset
-                with torch._C.DisableTorchFunction():
-                    result.set_(owner.untyped_storage(), offset, alias.size, alias.stride)
-        self._buffer_results.clear()
+                view = view_of(owner, alias, metas[index].requires_grad)
+                given[index] = in_memory_of(view, given[index])
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -436,16 +427,21 @@ class LiveModel(PortedModel):
         wanted, tensors = self._differentiated(args, kwargs)
         self._wanted = wanted if tensors else None
         prepared = self._prepare(method, args, kwargs)
+        if self._wanted is None and prepared.compiled.outcome.new_leaves:
+            if torch.is_grad_enabled():  # nothing else is differentiated
+                self._wanted = wanted
+                prepared = self._prepare(method, args, kwargs)
         if trained_flags.begin(self._user, prepared.compiled.outcome.python_changes):
             self._take_in()
             return self._run(method, args, kwargs)
-        if not tensors:
+        if self._wanted is None:
             return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted)
         self._compared = call if self._verifying else None
         call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
         flows = gradients.Through.apply(call, *call.inputs(tensors))
         results, self._left.flowing = call.results(list(flows))
+        self._left.leaves = call.leaves_by_name()
         return self._finish(prepared, results), prepared.state
 
     def _refresh(self) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from tpuport.compat.emulated.asked_gradients import hook_of_output
 from tpuport.compat.emulated.device import resumed
 from tpuport.foundation.patching.checkpointing import checkpoint_replaced
 from tpuport.foundation.patching.shim import Replacement, Shim
@@ -76,6 +77,7 @@ class GradientHook(Shim):
                     return None
                 return hook(gradient)
 
-            return original(tensor, called)
+            handle = hook_of_output(tensor, called) if is_of_script else None
+            return original(tensor, called) if handle is None else handle
 
         return [Replacement(torch.Tensor, "register_hook", register_hook)]

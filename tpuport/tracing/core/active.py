@@ -120,8 +120,8 @@ class ActiveTrace(Protocol):
         """Record a new traced number."""
         ...
 
-    def add_leaf(self, tensor: Any) -> None:
-        """Record a tensor that `backward()` gives a gradient."""
+    def add_leaf(self, tensor: Any) -> str:
+        """Record a tensor that `backward()` gives a gradient, and return a name for its value."""
         ...
 
     def writing(self, storage: Any) -> None:

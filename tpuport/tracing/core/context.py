@@ -276,6 +276,7 @@ class Trace:
         self.arguments: set[int] = set()
         # The tensors that `backward()` gives a gradient, by id.
         self._leaves: weakref.WeakValueDictionary[int, TracedTensor] = weakref.WeakValueDictionary()
+        self._leaf_count = 0
         # Constants that became leaves, kept alive so that no id is reused.
         self.constant_leaves: list[torch.Tensor] = []
         # The arguments and state that code inside asked torch.autograd for a gradient of, and the
@@ -323,9 +324,11 @@ class Trace:
 
     # -- gradients inside the program --------------------------------------------------------------
 
-    def add_leaf(self, tensor: TracedTensor) -> None:
-        """Record a tensor that `backward()` gives a gradient."""
+    def add_leaf(self, tensor: TracedTensor) -> str:
+        """Record a tensor that `backward()` gives a gradient, and return a name for its value."""
         self._leaves[id(tensor)] = tensor
+        self._leaf_count += 1
+        return f"leaf {self._leaf_count}"
 
     def gradient_leaves(self, *, retained: bool = False) -> list[TracedTensor]:
         """Return the tensors that `backward()` gives a gradient, or those that retain one only."""

@@ -87,6 +87,8 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     _of_leaf = False
     # Why autograd refuses writes to this view, if a gradient would go through them.
     _unwritable: str | None = None
+    # The name of its value in the program, if code inside made it a leaf.
+    _leaf_name: str | None = None
     # What `backward()` inside the program gave it.
     _left_grad: "TracedTensor | None" = None
 
@@ -419,9 +421,9 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
         if requires_grad and not self.requires_grad:
             self._own_flow, self._is_leaf = Flow.SEEN, True
             if self._storage.trace is not None:
-                self._storage.trace.add_leaf(self)
+                self._leaf_name = self._storage.trace.add_leaf(self)
             # What was computed from it before does not depend on the leaf.
-            self._keep(checkpoint_name(self._elem, "leaf"))
+            self._keep(checkpoint_name(self._elem, self._leaf_name or "leaf"))
         elif not requires_grad and not self._frozen:
             self.write(jax.lax.stop_gradient(self._elem))
             self._own_flow = self._storage.flow = Flow.STOPPED

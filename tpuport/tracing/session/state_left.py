@@ -8,6 +8,7 @@ import torch
 from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import value_of
+from tpuport.tracing.session.new_leaves import note_leaves
 from tpuport.tracing.session.output_aliases import (
     alias_of,
     earlier_tensors,
@@ -48,7 +49,7 @@ def describe_sharing(
     before: StateTree | None,
     after: StateTree | None,
 ) -> None:
-    """Add to the outcome what the tensors that the call bound anew share.
+    """Add to the outcome what the tensors that the call bound anew share, and the leaves it made.
 
     Args:
         outcome: The outcome of the call, which has its state.
@@ -60,6 +61,7 @@ def describe_sharing(
     outcome.state_aliases = _aliases(outcome, outputs, made, before, after)
     names = {} if after is None else {id(after.leaves[n]): n for n in outcome.bound}
     outcome.returned = {i: names[id(t)] for i, t in enumerate(outputs) if id(t) in names}
+    note_leaves(outcome, outputs, made, after)
 
 
 def _aliases(

@@ -17,6 +17,27 @@ from tpuport.tracing.state.lengths import Lengths
 from tpuport.tracing.state.module_state import PythonChanges
 
 
+@dataclass
+class NewLeaf:
+    """A tensor that a call makes a leaf that requires grad, and that a script can see after it.
+
+    Attributes:
+        name: The name of its value in the program.
+        meta: A meta tensor like it.
+        is_parameter: Whether it is an `nn.Parameter`.
+        argument: The index of the argument that it is, or None.
+        results: The results that it is, by index.
+        state: The names in the state that the call bound to it.
+    """
+
+    name: str
+    meta: torch.Tensor
+    is_parameter: bool
+    argument: int | None = None
+    results: list[int] = field(default_factory=list)
+    state: list[str] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Flows:
     """The state through which gradients flow on after a call, and what the results depend on.
@@ -24,10 +45,18 @@ class Flows:
     Attributes:
         state: The names that the call bound to new floating tensors that require grad.
         used: The differentiated inputs that a result or this state depends on, one bit for each.
+        leaves: The leaves that the call made, each with the numbers of the floating outputs that
+            it is.
+        inner: The floating outputs that others are computed from, by number, as the program makes
+            them. Those that are one value are together.
+        unsure: The floating outputs of which nobody can tell whether others are computed from them.
     """
 
     state: tuple[str, ...]
     used: int
+    leaves: "tuple[tuple[NewLeaf, tuple[int, ...]], ...]" = ()
+    inner: tuple[tuple[int, ...], ...] = ()
+    unsure: tuple[int, ...] = ()
 
 
 @dataclass
@@ -67,6 +96,10 @@ class TraceResult:
     returned: dict[int, str] = field(default_factory=dict)
     # The state that code inside asked torch.autograd for a gradient of, by name, and where.
     inner_starts: dict[str, str] = field(default_factory=dict)
+    # The leaves that the call made and that a script can see.
+    new_leaves: list[NewLeaf] = field(default_factory=list)
+    # The results (by index) and the state (by name) that code inside asked to retain a gradient.
+    retained: list[int | str] = field(default_factory=list)
     # Where gradients flow on, if the call is differentiated.
     flows: Flows | None = None
 
