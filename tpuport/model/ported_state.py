@@ -17,6 +17,7 @@ from tpuport.foundation.pytree.clone import Cloner, clone_module, parameter_like
 from tpuport.model import weights
 from tpuport.model.attribute_place import attribute_place
 from tpuport.model.module_edits import Copies, ModuleEdits
+from tpuport.model.new_parameters import refuse_new_parameters
 from tpuport.model.options import ConvertOptions
 from tpuport.model.program_cache import CachedProgram
 from tpuport.model.shared_results import Copy, StateMemory, leave
@@ -426,6 +427,7 @@ class PortedState:
 
         What runs the call in eager PyTorch instead has to find its arguments and state untouched.
         """
+        refuse_new_parameters(compiled.outcome)
         changes = compiled.outcome.python_changes
         # A program that was there already costs nothing more.
         if changes is None or compiled.was_applied:

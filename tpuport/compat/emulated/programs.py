@@ -7,6 +7,7 @@ the modules inside it become programs.
 import warnings
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from tpuport.compat.emulated.report import Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
 from tpuport.foundation.errors import ParityError, PortError, UsageError
 from tpuport.foundation.tracebacks import trim
+from tpuport.model.new_parameters import NewParameters
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.reentrancy import is_part_of_program, one_at_a_time, part_of_program
 from tpuport.tracing.state.tensor_attributes import refuse_closed_parameters
@@ -41,6 +43,9 @@ _HOLDS_EAGER: "weakref.WeakKeyDictionary[torch.nn.Module, bool]" = weakref.WeakK
 # the layers of a model have one class.
 _REFUSED: Counter[tuple[type, str]] = Counter()
 _TRIED = 2
+# So many calls of a module may register parameters in eager PyTorch; then it is refused.
+_REGISTERED: "weakref.WeakKeyDictionary[torch.nn.Module, int]" = weakref.WeakKeyDictionary()
+_MOST_REGISTERED = 2
 
 
 def programs() -> list[LiveModel]:
@@ -53,6 +58,7 @@ def forget() -> None:
     _PROGRAMS.clear()
     _DESCENDED.clear()
     _REFUSED.clear()
+    _REGISTERED.clear()
     _HOLDS_EAGER.clear()
     CallLengths.failures.clear()
 
@@ -102,15 +108,57 @@ def call(
             return original(module, *args, **kwargs)
         return _run(module, method, args, kwargs, settings)
     except PortError as error:
+        if isinstance(error, NewParameters) and _may_register(module):
+            _forget_if_empty(module, settings)
+            return _in_eager(module, method, original, args, kwargs)
         if _is_refused(module) or isinstance(error, ParityError):
             _name_the_option(error, module)
             trim(error)
             raise
-        _DESCENDED.setdefault(module, set()).add(method)
-        _REFUSED[type(module), method] += 1
         _forget_if_empty(module, settings)
+        return _descend(module, method, error, lambda: original(module, *args, **kwargs))
+
+
+def _descend(module: torch.nn.Module, method: str, error: PortError, run: Callable[[], Any]) -> Any:
+    """Run a call eagerly, its submodules as programs, and later calls of the method, too.
+
+    Later ones may be programs if this one registers parameters: code that makes layers in its first
+    call is another afterwards.
+    """
+    settings = active()
+    assert settings is not None
+    _DESCENDED.setdefault(module, set()).add(method)
+    _REFUSED[type(module), method] += 1
+    known = len(list(torch.nn.Module.parameters(module)))
+    try:
+        out = run()
+    except Exception:
         _say_descended(module, method, error, settings)
-    return original(module, *args, **kwargs)
+        raise
+    if len(list(torch.nn.Module.parameters(module))) > known and _may_register(module):
+        _DESCENDED[module].discard(method)
+        _REFUSED[type(module), method] -= 1
+    else:
+        _say_descended(module, method, error, settings)
+    return out
+
+
+def _may_register(module: torch.nn.Module) -> bool:
+    """Return whether a module may register parameters once more, and count that."""
+    _REGISTERED[module] = count = _REGISTERED.get(module, 0) + 1
+    return count <= _MOST_REGISTERED
+
+
+def _in_eager(
+    module: torch.nn.Module, method: str, original: Any, args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Call a method eagerly this once, its submodules as programs."""
+    methods = _DESCENDED.setdefault(module, set())
+    methods.add(method)
+    try:
+        return original(module, *args, **kwargs)
+    finally:
+        methods.discard(method)
 
 
 def call_forward(

@@ -356,7 +356,7 @@ class PythonChanges:
     changed, and `trained` the parameters whose `requires_grad` changed. `own` are the placeholders
     in the new values for parameters and buffers, and `modules` the traced copies of modules in
     them, by name. `constants` are the host tensors in them that the call made, by id: each call
-    makes its own.
+    makes its own. `parameters` are the names of parameters that the call registered.
     """
 
     names: list[str]
@@ -372,6 +372,7 @@ class PythonChanges:
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
+    parameters: list[str] = field(default_factory=list)
 
     @property
     def causes(self) -> list[str]:
@@ -536,6 +537,8 @@ def python_changes(
     )
     changes.own, changes.modules = own, _modules_in(values, module)
     changes.constants, changes.trained = constants, trained
+    known = after.registered - before.registered
+    changes.parameters = [n for n in known if isinstance(after.leaves[n], torch.nn.Parameter)]
     return changes
 
 
