@@ -57,6 +57,7 @@ fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with the
 	TPUPORT_FUZZ=$(or $(TPUPORT_FUZZ),5000) $(BIN)/pytest -q tests/source/test_fuzz.py tests/source/test_fuzz_tensors.py
 	$(BIN)/python -m benchmarks.whole_programs --count $(or $(TPUPORT_FUZZ),5000)
 	$(BIN)/python -m benchmarks.stateful_scripts --count $(or $(TPUPORT_FUZZ),1000)
+	$(BIN)/python -m benchmarks.asked_gradients --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.training_scripts --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.python_idioms --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.research_scripts --count $(or $(TPUPORT_FUZZ),1000)

@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 import tpuport
+from benchmarks.asked_gradients import Maker, judged
 from tpuport.foundation.errors import PortError
 
 
@@ -226,6 +227,31 @@ def test_a_result_that_a_region_makes_with_others_is_refused(ask):
         y, h = Checkpointed().cuda()(torch.ones(2, 3).cuda())
         with pytest.raises(PortError, match="a checkpointed region makes together with others"):
             ask(y, h)
+
+
+@pytest.mark.parametrize("seed", [3, 8, 32, 41])
+def test_a_random_script_sees_what_it_sees_in_eager_pytorch(seed, tmp_path):
+    found = judged(Maker(seed).script(), tmp_path)
+    assert found.kind == "passes", f"{found.what}\n{found.shown}"
+
+
+class Copies(nn.Module):
+    """Returns a clone, and a result that is computed from the tensor that was cloned."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x):
+        h = self.first(x)
+        return torch.sin(h), h.clone()
+
+
+def test_a_result_that_is_a_copy_of_what_others_are_computed_from_is_refused():
+    with tpuport.porting():
+        _, copied = Copies().cuda()(torch.ones(2, 3).cuda())
+        with pytest.raises(PortError, match="a copy or a view of all of another tensor"):
+            copied.retain_grad()
 
 
 def test_a_backward_pass_that_ends_at_such_a_result_is_refused():

@@ -28,12 +28,12 @@ class _Asked:
 
     Attributes:
         hooks: functions of the gradient, which may return another one.
-        retaining: the tensors that keep it.
+        retaining: the tensors that keep it, each with its number among the floating outputs.
         catchers: lists that get it.
     """
 
     hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = field(default_factory=OrderedDict)
-    retaining: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    retaining: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
     catchers: list[list[torch.Tensor | None]] = field(default_factory=list)
 
 
@@ -65,8 +65,9 @@ class InnerOutputs:
         """
         if number in self.unsure:
             raise PortError(
-                "a script asks for the gradient of a result that a loop, a branch on data or a"
-                " checkpointed region makes together with others",
+                "a script asks for the gradient of a result that is a copy or a view of all of"
+                " another tensor, or that a loop, a branch on data or a checkpointed region makes"
+                " together with others",
                 code="TPU403",
                 remedy="ask for it inside of the module (register_hook, torch.autograd.grad), or"
                 " leave the class to eager PyTorch: porting(eager=(...)), or --eager",
@@ -110,21 +111,22 @@ class InnerOutputs:
                 seen = seen if made is None else made
             number = self.outputs[asked[place]][0]
             before = given[number]
-            self._retain(watch, seen, before)
+            _retain(watch, seen, gradients)
             if seen is not gradient:
                 changed = seen - gradient
                 given[number] = changed if before is None else before + changed
                 found = list(row_by_row(pull, given))
         return found[:count]
 
-    def _retain(self, watch: _Asked, seen: torch.Tensor, own: torch.Tensor | None) -> None:
-        """Add the gradient to the tensors that keep it, to which torch has added their own part."""
-        for ref in watch.retaining:
-            tensor = ref()
-            if tensor is None:
-                continue
-            rest = seen if own is None else seen - own
-            tensor.grad = rest if tensor.grad is None else tensor.grad + rest
+
+def _retain(watch: _Asked, seen: torch.Tensor, outside: Gradients) -> None:
+    """Add a gradient to the tensors that keep it, to which torch has added their own part."""
+    for ref, number in watch.retaining:
+        tensor, own = ref(), outside[number]
+        if tensor is None:
+            continue
+        rest = seen if own is None else seen - own
+        tensor.grad = rest if tensor.grad is None else tensor.grad + rest
 
 
 def inner_output(tensor: Any, function: type[Function]) -> tuple[InnerOutputs, int] | None:
@@ -155,8 +157,8 @@ def retain_gradient(tensor: torch.Tensor, function: type[Function]) -> None:
     if place is not None:
         inner, index = place
         retaining = inner.watch(index).retaining
-        if all(ref() is not tensor for ref in retaining):
-            retaining.append(weakref.ref(tensor))
+        if all(ref() is not tensor for ref, _ in retaining):
+            retaining.append((weakref.ref(tensor), tensor.output_nr))
 
 
 def add_hook(inner: InnerOutputs, index: int, hook: Any) -> RemovableHandle:

@@ -83,6 +83,8 @@ def tapped(
         for leaf in outcome.new_leaves
     ]
     own = {number for _, those in leaves for number in those}
+    found = [leaf_var(jaxpr, leaf.name) for leaf, _ in leaves]
+    repeated = {numbers[place] for place in outcome.repeated if place in numbers}
     used = {atom for eqn in jaxpr.eqns for atom in eqn.invars if isinstance(atom, core.Var)}
     inner: dict[Any, list[int]] = {}
     unsure = []
@@ -90,12 +92,14 @@ def tapped(
         var = jaxpr.outvars[number]
         if not flows or number in own:
             continue
-        if var in used:
+        if var in used and number in repeated:
+            unsure.append(number)  # code may have gone on with the other tensor, or with this one
+        elif var in used and var not in found:
             inner.setdefault(var, []).append(number)
         elif _is_of_region(jaxpr, var, used):
             unsure.append(number)
     order = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in inner]
-    at = [*(leaf_var(jaxpr, leaf.name) for leaf, _ in leaves), *order]
+    at = [*found, *order]
     if not at:
         return Tapped(closed, (), (), tuple(unsure), [])
     for (leaf, _), var in zip(leaves, at, strict=False):

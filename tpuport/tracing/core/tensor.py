@@ -89,6 +89,8 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     _unwritable: str | None = None
     # The name of its value in the program, if code inside made it a leaf.
     _leaf_name: str | None = None
+    # Whether its value is that of the tensor which it was made from: a clone, or a view of all.
+    _repeats = False
     # What `backward()` inside the program gave it.
     _left_grad: "TracedTensor | None" = None
 
@@ -676,7 +678,7 @@ def view_of(
     if not detach:
         result._of_leaf = base._of_leaf or base._is_parameter
         result._unwritable = _MADE_WITHOUT_GRAD if cut else base._unwritable
-    result._bounds = base._bounds
+    result._bounds, result._repeats = base._bounds, value is base._held
     if base._ascends and meta.dtype == base.dtype:
         result._ascends = meta.numel() == torch.Tensor.numel(base)
     result._keep(value)

@@ -68,15 +68,20 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     is_number = any(isinstance(t, sym_numbers.SYMBOLIC) for t in tensors)
     as_eager = functools.partial(_as_eager, func, args, kwargs, tensors)
     lower = functools.partial(_lower, func, info.lower, as_eager, is_number=is_number)
+    repeats = False
     if needs_64(func, args, kwargs, metas):
         value = run_64(func, lower, args, kwargs, metas)
     else:
-        value = lower(*_operands(func, args, kwargs, tensors, metas))
+        operands, named = _operands(func, args, kwargs, tensors, metas)
+        value = lower(operands, named)
+        repeats = any(value is one for one in operands)
     flow = Flow.STOPPED if func._opname in _CREATIONS else flow_of(tensors)
     if flow >= Flow.MAYBE and _has_zero_gradient(func, args, kwargs):
         value = tied(value, *map(value_of, tensors))
     result = _wrap_result(func, value, metas, trace, flow)
     _mark(func, args, kwargs, result)
+    if isinstance(result, TracedTensor):
+        result._repeats = repeats
     if isinstance(result, TracedTensor) and not result.dim():
         given = [t for t in tensors if isinstance(t, torch.Tensor)]
         result._or_number = bool(given) and all(getattr(t, "_or_number", False) for t in given)

@@ -29,14 +29,14 @@ def note_leaves(
     for index, value in enumerate(outputs):
         if (leaf := found.leaf(value)) is not None:
             leaf.results.append(index)
-        elif found.is_retained(value):
-            outcome.retained.append(index)
+        else:
+            found.note(outcome, index, value)
     kept = {} if after is None else after.leaves
     for name in sorted(outcome.bound & kept.keys()):
         if (leaf := found.leaf(kept[name])) is not None:
             leaf.state.append(name)
-        elif found.is_retained(kept[name]):
-            outcome.retained.append(name)
+        else:
+            found.note(outcome, name, kept[name])
     outcome.new_leaves = list(found.leaves.values())
 
 
@@ -67,6 +67,10 @@ class _MadeLeaves:
         made = NewLeaf(tensor._leaf_name, meta_of(tensor), is_parameter)
         return self.leaves.setdefault(tensor._leaf_name, made)
 
-    def is_retained(self, value: Any) -> bool:
-        """Return whether code inside asked for the gradient of a value to be kept."""
-        return id(self._traced(value)) in self._retained
+    def note(self, outcome: TraceResult, place: int | str, value: Any) -> None:
+        """Note of another result or state whether it retains its gradient, or repeats a value."""
+        tensor = self._traced(value)
+        if id(tensor) in self._retained:
+            outcome.retained.append(place)
+        if tensor is not None and tensor._repeats:
+            outcome.repeated.append(place)

@@ -100,6 +100,8 @@ class TraceResult:
     new_leaves: list[NewLeaf] = field(default_factory=list)
     # The results (by index) and the state (by name) that code inside asked to retain a gradient.
     retained: list[int | str] = field(default_factory=list)
+    # Those results and that state whose value is that of another tensor, as a clone's is.
+    repeated: list[int | str] = field(default_factory=list)
     # Where gradients flow on, if the call is differentiated.
     flows: Flows | None = None
 
