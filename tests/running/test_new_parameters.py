@@ -46,6 +46,7 @@ def trained(device, how):
     return net, losses
 
 
+@pytest.mark.filterwarnings("ignore:Lazy is not one program")  # in the call that makes a layer
 @pytest.mark.parametrize("how", ["attribute", "register", "instead of None", "layer"])
 def test_a_parameter_that_a_first_call_makes_is_trained(how):
     net, losses = trained("cpu", how)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tpuport.compat.emulated.device import handles
+from tpuport.compat.emulated.device import handles, settled
 from tpuport.compat.emulated.gradients import Through
 from tpuport.compat.emulated.inner_outputs import (
     add_hook,
@@ -40,7 +40,7 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     places = {i: place for i, one in enumerate(inputs) if (place := inner_output(one, Through))}
     if not places:
-        return func(*args, **kwargs)
+        return settled(func(*args, **kwargs), args, kwargs)
     materialize, allow = given["materialize_grads"], given["allow_unused"]
     probes = {id(one): one for inner, _ in places.values() for one in inner.probes()}
     given |= {"inputs": (*inputs, *probes.values()), "allow_unused": True}
@@ -58,7 +58,7 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"The differentiated Tensor at index {index} appears to not have been used in the"
                 " graph. Set allow_unused=True if this is the desired behavior."
             )
-    return tuple(found)
+    return settled(tuple(found), args, kwargs)
 
 
 @handles(torch.autograd.backward, torch.Tensor.backward)

@@ -175,7 +175,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     else:
         where = options.pop("device", None)
     if where is None:
-        return _settled(func(*args, **kwargs), args, kwargs)
+        return settled(func(*args, **kwargs), args, kwargs)
     on_accelerator = is_accelerator(where)
     if not on_accelerator and torch.device(where).type != "cpu":
         return func(tensor, where, *rest, **options)
@@ -214,7 +214,7 @@ def _type(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         host_type = wanted.replace("torch.cuda.", "torch.", 1).replace("torch.xla.", "torch.", 1)
         dtype = torch.empty(0).type(host_type).dtype
         return _moved(tensor, on_accelerator, {} if dtype == tensor.dtype else {"dtype": dtype})
-    return _settled(func(*args, **kwargs), args, kwargs)
+    return settled(func(*args, **kwargs), args, kwargs)
 
 
 @handles(torch.Tensor.type_as)
@@ -262,7 +262,7 @@ def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         )
     # Lengths stay on the host, as on CUDA.
     data, lengths = func(*args, **kwargs)
-    return _settled(data, args, kwargs), lengths
+    return settled(data, args, kwargs), lengths
 
 
 @handles(torch.Tensor.untyped_storage)
@@ -330,8 +330,8 @@ class Emulated(TorchFunctionMode):
             return self.__torch_function__(func, types, args, {**kwargs, "device": default})
         if getattr(func, "__module__", None) in _WRITTEN_IN_PYTHON:
             with where_they_are():
-                return _settled(func(*args, **kwargs), args, kwargs)
-        return _settled(func(*args, **kwargs), args, kwargs)
+                return settled(func(*args, **kwargs), args, kwargs)
+        return settled(func(*args, **kwargs), args, kwargs)
 
 
 # What these call inside reaches no mode, such as `torch.zeros(2, device=k.device)`.
@@ -359,7 +359,7 @@ def _shares(result: torch.Tensor, arg: Any) -> bool:
     return ours is not None and theirs is not None and ours._cdata == theirs._cdata
 
 
-def _settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def settled(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Tag the results of an operation on tagged tensors, except for views of host tensors."""
     if isinstance(result, torch.Tensor):
         results: Any = (result,)

@@ -130,17 +130,20 @@ def _descend(module: torch.nn.Module, method: str, error: PortError, run: Callab
     _DESCENDED.setdefault(module, set()).add(method)
     _REFUSED[type(module), method] += 1
     known = len(list(torch.nn.Module.parameters(module)))
-    try:
-        out = run()
-    except Exception:
-        _say_descended(module, method, error, settings)
-        raise
+    one = Descended(_called(module, method), str(error))
+    settings.report.descended.append(one)
+    _say_descended(module, method, error)
+    out = run()
     if len(list(torch.nn.Module.parameters(module))) > known and _may_register(module):
         _DESCENDED[module].discard(method)
         _REFUSED[type(module), method] -= 1
-    else:
-        _say_descended(module, method, error, settings)
+        settings.report.descended.remove(one)
     return out
+
+
+def _called(module: torch.nn.Module, method: str) -> str:
+    name = type(module).__name__
+    return name if method == "forward" else f"{name}.{method}"
 
 
 def _may_register(module: torch.nn.Module) -> bool:
@@ -272,14 +275,10 @@ def _forget_if_empty(module: torch.nn.Module, settings: PortingSettings) -> None
         reports[:] = [one for one in reports if one is not model.report]
 
 
-def _say_descended(
-    module: torch.nn.Module, method: str, error: PortError, settings: PortingSettings
-) -> None:
-    name = type(module).__name__
-    what = name if method == "forward" else f"{name}.{method}"
-    settings.report.descended.append(Descended(what, str(error)))
+def _say_descended(module: torch.nn.Module, method: str, error: PortError) -> None:
     inside = "its submodules are" if has_parts(module) else "and runs in eager PyTorch"
-    warnings.warn(f"{what} is not one program, {inside}: {error}", PortWarning, stacklevel=4)
+    said = f"{_called(module, method)} is not one program, {inside}: {error}"
+    warnings.warn(said, PortWarning, stacklevel=5)
 
 
 def program_methods(settings: PortingSettings, cls: type) -> list[str]:
