@@ -221,11 +221,17 @@ def _conjugate(cotangents: Iterable[Any]) -> list[Any]:
 
 
 def _backward(
-    compiled: CachedProgram, wanted: Wanted, taps: tuple[int, ...], given: Any, inputs: list[Any]
+    compiled: CachedProgram,
+    wanted: Wanted,
+    taps: tuple[int, ...],
+    missing: frozenset[int],
+    given: Any,
+    inputs: list[Any],
 ) -> list[Any]:
     """Run a program and its backward pass, as a function of its primals and cotangents.
 
-    The primals are what is differentiated, and zeros for the leaves that the program makes.
+    The primals are what is differentiated, and zeros for the leaves that the program makes. Nothing
+    depends on the cotangents of the outputs in `missing`.
     """
     (state, key, values), (names, indices) = given, wanted
     flows = compiled.outcome.flows
@@ -238,7 +244,9 @@ def _backward(
     state = tuple(map(part.get, compiled.names, state))
     run = compiled.run
     _, pull, *_ = run.edited(with_leaf_taps(leaves), (state, key, merged), zeros)
-    found, tapped = pull(_conjugate(cotangents))
+    avals = [core.ShapedArray(c.shape, c.dtype) for c in cotangents]
+    pairs = enumerate(zip(_conjugate(cotangents), avals, strict=True))
+    found, tapped = pull([ad.Zero(a) if i in missing else c for i, (c, a) in pairs])
     return _conjugate([*found, *(tapped[i] for i in taps)])
 
 
@@ -386,11 +394,12 @@ class DifferentiatedCall:
         primals = [prepared.state[name] for name in names]
         primals += [prepared.given.values[index] for index in indices]
         primals += [jnp.zeros(leaf.shape, backend.jax_dtype(leaf.dtype)) for leaf in self.leaves]
-        twice = derived.get((self.wanted, asked))
+        missing = frozenset(i for i, gradient in enumerate(gradients) if gradient is None)
+        twice = derived.get((self.wanted, asked, missing))
         if twice is None:
-            taps = self._taps(asked)
-            back = functools.partial(_backward, prepared.compiled, self.wanted, taps)
-            twice = derived[self.wanted, asked] = _Derivative(back)
+            parts = self.wanted, self._taps(asked), missing
+            back = functools.partial(_backward, prepared.compiled, *parts)
+            twice = derived[self.wanted, asked, missing] = _Derivative(back)
         given = (prepared.picked, prepared.key, prepared.given.values)
         return twice, given, [*primals, *self._cotangents(gradients, jnp.zeros)]
 
@@ -536,13 +545,17 @@ class Through(torch.autograd.Function):
             reached += [False] * (len(tensors) - count)
         needs = ctx.needs_input_grad[1 : 1 + len(tensors)]
         needed = (*(a and b for a, b in zip(needs, reached, strict=False)), *inner)
+
+        def leads(number: int, index: int) -> bool:
+            return call.reached.inputs([number], len(tensors) + index + 1)[-1]
+
         again: Any = functools.partial(_back, call, asked, needed)
         if torch.is_grad_enabled():  # create_graph=True
             with without_saved_tensors_hooks():
                 again = functools.partial(_Back.apply, call, asked, needed, *tensors)
-                made = call.inner.pulled(asked, lambda rows: again(*rows), gradients)
+                made = call.inner.pulled(asked, lambda rows: again(*rows), gradients, leads)
         else:
-            made = call.inner.pulled(asked, again, gradients)
+            made = call.inner.pulled(asked, again, gradients, leads)
         return (None, *made, *(None for _ in call.inner.probes()))
 
 

@@ -34,7 +34,27 @@ class _Asked:
 
     hooks: OrderedDict[int, Callable[[torch.Tensor], Any]] = field(default_factory=OrderedDict)
     retaining: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
-    catchers: list[list[torch.Tensor | None]] = field(default_factory=list)
+    catchers: list[list[torch.Tensor]] = field(default_factory=list)
+
+    def hand_on(self, gradient: torch.Tensor, outside: Gradients) -> torch.Tensor:
+        """Hand a gradient to all who want it, and return it as the hooks have changed it.
+
+        Args:
+            gradient: the whole gradient of the output.
+            outside: what flows into each floating output from outside of the program, which torch
+                has added to the tensors that keep it already.
+        """
+        for hook in list(self.hooks.values()):
+            made = hook(gradient)
+            gradient = gradient if made is None else made
+        for catcher in self.catchers:
+            catcher.append(gradient)
+        for ref, number in self.retaining:
+            tensor, own = ref(), outside[number]
+            if tensor is not None:
+                rest = gradient if own is None else gradient - own
+                tensor.grad = rest if tensor.grad is None else tensor.grad + rest
+        return gradient
 
 
 class InnerOutputs:
@@ -88,6 +108,7 @@ class InnerOutputs:
         asked: tuple[int, ...],
         pull: Callable[[Gradients], Gradients],
         gradients: Gradients,
+        leads: Callable[[int, int], bool],
     ) -> list[torch.Tensor | None]:
         """Run backward, hand the gradients of outputs on, and return those of the inputs.
 
@@ -95,38 +116,25 @@ class InnerOutputs:
             asked: the outputs whose gradients are handed on.
             pull: maps the gradients of all outputs to those of the inputs and of these outputs.
             gradients: the gradients of all outputs.
+            leads: says whether an output (by its number) is computed from one of `outputs`.
         """
         given, found = list(gradients), list(row_by_row(pull, gradients))
         count = len(found) - len(asked)
+        ends = [index for index in asked if self._watches[index].catchers]
         # A hook sees the gradient that hooks of later outputs have changed.
         for place in reversed(range(len(asked))):
-            watch, gradient = self._watches[asked[place]], found[count + place]
-            for catcher in watch.catchers:
-                catcher.append(gradient)
-            if gradient is None:
+            gradient, index = found[count + place], asked[place]
+            number = self.outputs[index][0]
+            # torch.autograd.grad runs the hooks on the way to what it asks for.
+            on_way = not ends or index in ends or any(leads(number, end) for end in ends)
+            if gradient is None or not on_way:
                 continue
-            seen = gradient
-            for hook in list(watch.hooks.values()):
-                made = hook(seen)
-                seen = seen if made is None else made
-            number = self.outputs[asked[place]][0]
-            before = given[number]
-            _retain(watch, seen, gradients)
+            seen = self._watches[index].hand_on(gradient, gradients)
             if seen is not gradient:
-                changed = seen - gradient
+                changed, before = seen - gradient, given[number]
                 given[number] = changed if before is None else before + changed
                 found = list(row_by_row(pull, given))
         return found[:count]
-
-
-def _retain(watch: _Asked, seen: torch.Tensor, outside: Gradients) -> None:
-    """Add a gradient to the tensors that keep it, to which torch has added their own part."""
-    for ref, number in watch.retaining:
-        tensor, own = ref(), outside[number]
-        if tensor is None:
-            continue
-        rest = seen if own is None else seen - own
-        tensor.grad = rest if tensor.grad is None else tensor.grad + rest
 
 
 def inner_output(tensor: Any, function: type[Function]) -> tuple[InnerOutputs, int] | None:

@@ -92,9 +92,11 @@ def tapped(
         var = jaxpr.outvars[number]
         if not flows or number in own:
             continue
-        if var in used and number in repeated:
+        others = [i for i, one in enumerate(jaxpr.outvars[: len(seen)]) if one is var]
+        is_read = var in used or any(i != number and i in repeated for i in others)
+        if is_read and number in repeated:
             unsure.append(number)  # code may have gone on with the other tensor, or with this one
-        elif var in used and var not in found:
+        elif is_read and var not in found:
             inner.setdefault(var, []).append(number)
         elif _is_of_region(jaxpr, var, used):
             unsure.append(number)
