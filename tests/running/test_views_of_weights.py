@@ -51,7 +51,8 @@ def test_views_of_a_weight_follow_its_steps_and_pass_gradients_on_as_in_eager(no
         ours = seen("cuda", no_grad)
     assert len(ours) == len(expected) == 16
     for one, other in zip(ours, expected, strict=True):
-        assert one == pytest.approx(other)
+        # Sums in another order; one of these numbers is a small difference of larger ones.
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
 
 CACHE = [torch.full((2,), 0.3)]
