@@ -391,3 +391,32 @@ def test_an_attribute_that_the_call_wrote_shares_its_memory_with_a_view_that_it_
         # Eager PyTorch changes both; the port had one of them, without an error.
         with pytest.raises(PortError, match="views of the same memory"):
             net(torch.full((2,), 2.0, device="cuda"))
+
+
+def test_a_write_to_a_tensor_that_the_call_moved_in_its_dict_is_seen_at_its_new_place():
+    class Swaps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+            self.table = {"a": torch.zeros(2), "b": torch.ones(2)}
+
+        def forward(self, x):
+            self.table.pop("c", None)
+            self.table["c"] = (x * self.weight).detach()
+            self.table["a"], self.table["b"] = self.table["b"], self.table["a"]
+            self.table["a"][0] = x[1] * 3
+            return x * 2
+
+    def seen(device):
+        net, found = Swaps().to(device), []
+        net.table = {key: value.to(device) for key, value in net.table.items()}
+        first = net.table["b"]
+        for value in (2.0, 3.0, 4.0):
+            net(torch.full((2,), value, device=device))
+            found += [[tensor.tolist() for tensor in net.table.values()], first.tolist()]
+            found.append(first is net.table["b" if value == 3 else "a"])
+        return found
+
+    expected = seen("cpu")
+    with tpuport.porting():
+        assert seen("cuda") == expected

@@ -337,7 +337,7 @@ class LiveModel(PortedModel):
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
         master, values = self._module, self._values()
-        names = {id(leaf): name for name, leaf in state_tree(master).leaves.items()}
+        names = state_tree(master).names_in(changes.names)
 
         def back(tensor: torch.Tensor) -> torch.Tensor:
             name = names.get(id(tensor), "")
@@ -345,7 +345,7 @@ class LiveModel(PortedModel):
             if name in self._left.leaves:
                 return self._left.leaf(name, tensor)
             if tensor.device.type != "meta" and name not in self._tree.registered:
-                if self._left.is_old(name):
+                if self._left.is_old(name) or self._left.has(name):
                     return self._left.tensor(name)  # with what the call wrote to it
                 made_here = id(tensor) in changes.constants
                 return self._left.constant(name, tensor) if made_here else tensor

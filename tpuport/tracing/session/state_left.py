@@ -110,7 +110,9 @@ def _aliases(
             is_gone = isinstance(of, Outside) or (
                 isinstance(of, Before) and of.name in outcome.bound
             )
-            found[name] = replace(alias, is_written=is_written and is_gone)
+            # A host tensor that the call wrote to is that tensor, whatever stands for it.
+            is_same = alias.is_same or leaf is owner
+            found[name] = replace(alias, is_same=is_same, is_written=is_written and is_gone)
     return found
 
 

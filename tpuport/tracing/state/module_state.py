@@ -3,7 +3,7 @@
 import copy
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,15 @@ class StateTree:
         """Return the names of the attributes that hold some leaves, under all of their names."""
         paths = (path for name in names for path in (name, *self.aliases.get(name, ())))
         return list(dict.fromkeys(map(self.attribute_of, paths)))
+
+    def names_in(self, attributes: Collection[str]) -> dict[int, str]:
+        """Return a name for each tensor, by id: one below one of some attributes if it has one."""
+        found = {}
+        for first, leaf in self.leaves.items():
+            every = (first, *self.aliases.get(first, ()))
+            own = (name for name in every if self.attribute_of(name) in attributes)
+            found[id(leaf)] = next(own, first)
+        return found
 
     def attribute_of(self, name: str) -> str:
         """Return the name of the attribute that holds a leaf, at any depth."""
