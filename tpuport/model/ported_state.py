@@ -292,8 +292,10 @@ class PortedState:
             made = shared_memory.to_torch(value, dtype_of(name, tensor.dtype))
             if isinstance(tensor, torch.nn.Parameter):
                 return parameter_like(made, tensor)
+            made = made.requires_grad_(tensor.requires_grad and differentiable(made.dtype))
+            made = made if tensor.is_leaf else shared_memory.computed(made)
             vars(made).update(vars(tensor))
-            return made.requires_grad_(tensor.requires_grad and differentiable(made.dtype))
+            return made
 
         made = clone_module(module, back)[0]
         for name in self._tracer.numbers & values.keys():

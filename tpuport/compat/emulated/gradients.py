@@ -117,7 +117,7 @@ def _flowing(state: dict[str, Any], outcome: TraceResult) -> tuple[str, ...]:
     metas = outcome.state_metas
     return tuple(
         name
-        for name in sorted(outcome.bound & metas.keys())
+        for name in sorted((outcome.bound | outcome.computed) & metas.keys())
         if metas[name].requires_grad and _has_gradient(state[name])
     )
 

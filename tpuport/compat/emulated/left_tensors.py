@@ -7,6 +7,7 @@ import jax
 import torch
 
 from tpuport.compat.emulated.gradients import host_tensor
+from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.tracing.state.module_state import StateTree, state_tree
@@ -18,6 +19,7 @@ class LeftTensors:
 
     Attributes:
         bound: their names.
+        computed: the names of other tensors, no leaves, that the call wrote to.
         flowing: those with a graph, by name.
         leaves: those that the call made leaves that require grad, by name.
         shares: whether one is a view of another tensor.
@@ -25,6 +27,7 @@ class LeftTensors:
 
     def __init__(self) -> None:
         self.bound: set[str] = set()
+        self.computed: set[str] = set()
         self.shares = False
         self.flowing: dict[str, torch.Tensor] = {}
         self.leaves: dict[str, torch.Tensor] = {}
@@ -38,6 +41,7 @@ class LeftTensors:
     def note(self, outcome: TraceResult, values: Mapping[str, jax.Array]) -> None:
         """Add what a program did; `values` is the state after it."""
         self.bound.update(outcome.bound)
+        self.computed.update(outcome.computed)
         self._metas.update(outcome.state_metas)
         self._values = values
 
@@ -111,22 +115,38 @@ class LeftTensors:
             self._made[name] = made
         return self._made[name]
 
-    def share_buffers(self, results: list[tuple[torch.Tensor, Alias]], tree: StateTree) -> None:
+    def share_buffers(
+        self, out: Any, results: list[tuple[torch.Tensor, Alias]], tree: StateTree
+    ) -> Any:
         """Let results share the memory of the user's own buffers, which have their new values.
 
         Args:
-            results: the results, each with the part of a buffer that it is.
+            out: what the call returns.
+            results: the results in it that share memory, each with the part of a buffer that it is.
             tree: the user's tensors after the call.
+
+        Returns:
+            `out`, with tensors of the user's and views of them in place of results that have their
+            graph.
         """
+        with_graph: dict[int, torch.Tensor] = {}
         for result, alias in results:
-            is_own = alias.of in tree.registered or alias.of in self.bound
+            is_computed = alias.of in self.computed
+            is_own = is_computed or alias.of in tree.registered or alias.of in self.bound
             owner = tree.leaves.get(str(alias.of)) if is_own else None
-            if not isinstance(owner, torch.Tensor) or owner.requires_grad or result.requires_grad:
+            if not isinstance(owner, torch.Tensor) or not (alias.is_same or alias.is_exact):
                 continue
-            if alias.is_same or alias.is_exact:
+            if is_computed and result.requires_grad:
+                made = owner if alias.is_same else view_of(owner, alias, requires_grad=True)
+                with_graph[id(result)] = made
+            elif not (owner.requires_grad or result.requires_grad):
                 offset = owner.storage_offset() + alias.offset
                 with torch._C.DisableTorchFunction():
                     result.set_(owner.untyped_storage(), offset, alias.size, alias.stride)
+        if not with_graph:
+            return out
+        leaves, spec = pytree.flatten(out)
+        return pytree.unflatten(spec, [with_graph.get(id(leaf), leaf) for leaf in leaves])
 
     def of_eager(self, module: torch.nn.Module | None) -> list[torch.Tensor]:
         """Return the tensors of eager's module that the call left with a graph, in one order."""

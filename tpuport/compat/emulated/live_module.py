@@ -127,7 +127,7 @@ class LiveModel(PortedModel):
                 raise
         self._structures.note_outside()  # which the call may set at its first use
         self._give_back(before)
-        self._left.share_buffers(self._buffer_results, self._tree)
+        out = self._left.share_buffers(out, self._buffer_results, self._tree)
         self._buffer_results.clear()
         return out
 
@@ -311,8 +311,9 @@ class LiveModel(PortedModel):
         """
         if name in self._left.bound and not isinstance(leaf, torch.nn.Parameter):
             return self._left.tensor(name)
-        with torch.no_grad():
-            leaf.copy_(backend.to_torch(value, leaf.dtype))
+        flowing = self._left.flowing.get(name)
+        with torch.set_grad_enabled(flowing is not None):  # its graph goes on from there
+            leaf.copy_(backend.to_torch(value, leaf.dtype) if flowing is None else flowing)
         self._keys[name] = _key(leaf, name in self._tree.registered)
         return None
 

@@ -74,6 +74,15 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
         return torch.Tensor.clone(torch.Tensor.detach(tensor))
 
 
+def computed(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor equal to a leaf that requires grad, which may be written in place.
+
+    Eager PyTorch refuses that of a leaf, and of a view of one.
+    """
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
+        return torch.Tensor.clone(leaf)
+
+
 def try_lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return torch's lazy clone of a tensor, or None where its memory cannot be shared so.
 

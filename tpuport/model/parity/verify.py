@@ -15,7 +15,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.interop.seen_device import seen_device
-from tpuport.foundation.interop.shared_memory import lazy_clone
+from tpuport.foundation.interop.shared_memory import computed, lazy_clone
 from tpuport.foundation.patching.shim import installed
 from tpuport.foundation.pytree.clone import clone_module, parameter_like
 from tpuport.model.parity.call import Call, fork
@@ -45,7 +45,7 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
 
     Parameters are shared (or fresh leaves if `trainable`), buffers are copied. What is large is
     copied when it is written. Other tensors that require grad (a graph made them, or
-    `torch.func.functional_call` put them in place of parameters) are leaves that do.
+    `torch.func.functional_call` put them in place of parameters) do so, too.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,6 +54,7 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
                 return tensor
             return parameter_like(lazy_clone(tensor), tensor)
         made = lazy_clone(tensor).requires_grad_(tensor.requires_grad)
+        made = made if tensor.is_leaf else computed(made)
         vars(made).update(vars(tensor))
         return made
 
@@ -349,8 +350,7 @@ def _host_copy(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return made
     made = made.detach().clone() if made is leaf else made.detach()
-    # A computed tensor may be written in place, which eager refuses of a leaf with a gradient.
-    return made if not leaf.requires_grad else made.requires_grad_().view_as(made)
+    return made if not leaf.requires_grad else computed(made.requires_grad_())
 
 
 def _has_generator(value: Any) -> bool:

@@ -36,6 +36,12 @@ def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
         if isinstance(tensor, TracedTensor) and isinstance(old, TracedTensor):
             if tensor._storage is not old._storage:  # a clone has the same array
                 outcome.state.setdefault(name, tensor._elem)
+    written = {name: after.leaves[name] for name in outcome.state.keys() - outcome.bound}
+    outcome.computed = frozenset(
+        name
+        for name, t in written.items()
+        if isinstance(t, TracedTensor) and t.requires_grad and not t.is_leaf
+    )
     for name in sorted(outcome.state):
         leaf = left.get(name, after.leaves[name])
         if isinstance(leaf, torch.Tensor):

@@ -90,6 +90,8 @@ class TraceResult:
     state_metas: dict[str, torch.Tensor] = field(default_factory=dict)
     # The names that the call bound to another tensor: `self.x = ...`, not `self.x.add_(1)`.
     bound: frozenset[str] = frozenset()
+    # The names of other tensors, no leaves, that the call wrote to, and that have a graph.
+    computed: frozenset[str] = frozenset()
     # What those tensors share memory with, by name: arguments, state before the call, one another.
     state_aliases: "dict[str, Alias]" = field(default_factory=dict)
     # The outputs, by index, that are also bound to a name of the state, and that name.
