@@ -237,6 +237,14 @@ def test_eager_the_largest_input_of_a_row_has_the_code_that_the_format_gives_it(
     assert (layer(rows) - want).abs().max() <= 1e-5 * want.abs().max()
 
 
+def test_a_buffer_that_is_none_is_not_saved(tmp_path):
+    quantized = tpuport.quantize(Small(), "w8a8")
+    quantized._module.get_submodule("up")._buffers["scale"] = None
+    with pytest.raises(CheckpointError, match=r"up\.scale of the quantized model is None"):
+        tpuport.save_checkpoint(tmp_path / "model.safetensors", quantized)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("compressed_tensors") is None, reason="compressed-tensors is absent"
 )

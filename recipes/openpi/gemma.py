@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.openpi.config import Transformer
+from recipes.openpi.siglip import embedding
 
 # Of the periods of rotary positions the longest, over 2 pi.
 LONGEST = 10_000.0
@@ -143,7 +144,7 @@ class Gemma(nn.Module):
         super().__init__()
         self.head_dim = sizes.head_dim
         if vocab_size is not None:
-            self.embed_tokens = nn.Embedding(vocab_size, sizes.width)
+            self.embed_tokens = embedding(vocab_size, sizes.width)
         self.layers = nn.ModuleList(Layer(sizes, adaptive=adaptive) for _ in range(sizes.depth))
         self.norm = AdaptiveNorm(sizes.width, adaptive=adaptive)
 

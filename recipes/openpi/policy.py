@@ -1,6 +1,7 @@
 """A policy that answers observations, with a program for each batch size and prompt length."""
 
 import bisect
+import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,17 @@ from recipes.openpi.config import CAMERAS, Config
 from recipes.openpi.dataset import Demonstrations, LeRobot
 from recipes.openpi.inputs import Preparation, Prepared, stacked
 from recipes.openpi.model import Pi0, to_bfloat16
-from recipes.openpi.quantize import Quantized, calibration_of, quantize_policy
+from recipes.openpi.quantize import (
+    Quantized,
+    calibration_of,
+    name_of,
+    quantize_policy,
+    read_quantized,
+    write_quantized,
+)
 from recipes.openpi.robots import robot_of
-from recipes.openpi.statistics import read_stats
+from recipes.openpi.statistics import read_stats, write_stats
+from recipes.openpi.tokens import NAME as TOKENIZER
 from recipes.openpi.tokens import read_prompts
 from recipes.openpi.weights import read_weights
 from tpuport.foundation.errors import UsageError
@@ -60,6 +69,11 @@ class PolicyOptions:
                 raise UsageError(f"{name}={sizes}: expected numbers of 1 and more")
         if self.scheme is not None and self.data is None:
             raise UsageError(f"scheme={self.scheme!r}: give the dataset to calibrate on by --data")
+        if self.scheme is not None and self.bf16:
+            raise UsageError(
+                f"scheme={self.scheme!r} and bf16: a quantized policy computes the rest in float32;"
+                " leave one of them out"
+            )
         if self.num_steps < 1:
             raise UsageError(f"num_steps={self.num_steps}: expected 1 or more")
 
@@ -71,14 +85,20 @@ class Policy:
         ported: The model, whose `sample_actions` is called.
         preparation: What turns observations into batches.
         options: The settings.
+        scheme: How it is quantized, empty if it is not.
         batch_sizes: Sizes of batches, ascending.
         lengths: Lengths of prompts, ascending.
     """
 
     def __init__(
-        self, ported: PortedModel, preparation: Preparation, options: PolicyOptions
+        self,
+        ported: PortedModel,
+        preparation: Preparation,
+        options: PolicyOptions,
+        scheme: str = "",
     ) -> None:
         self.ported, self.preparation, self.options = ported, preparation, options
+        self.scheme = scheme
         self.batch_sizes = sorted({*options.batch_sizes})
         longest = preparation.config.max_token_len
         self.lengths = sorted({longest, *(n for n in options.prompt_lengths if n < longest)})
@@ -101,7 +121,7 @@ class Policy:
             "num_steps": self.options.num_steps,
             "max_batch": self.batch_sizes[-1],
             "prompt_lengths": self.lengths,
-            "scheme": self.options.scheme or "",
+            "scheme": self.scheme,
         }
 
     def compile(self) -> list[Any]:
@@ -169,21 +189,30 @@ class Policy:
 
 
 def load_policy(folder: Path, options: PolicyOptions) -> Policy:
-    """Read a policy that `finetune` wrote, or one of openpi with a config.json beside it.
+    """Read a policy that `finetune` or `quantize` wrote, or one of openpi with a config.json.
 
     Raises:
-        UsageError: A file is missing, or the robot has more numbers than the policy takes.
+        UsageError: A file is missing, the robot has more numbers than the policy takes, or the
+            policy is quantized and the options have a scheme or bfloat16.
         CheckpointError: The weights are damaged.
     """
-    model = read_weights(folder)
+    frozen = read_quantized(folder)
+    if frozen is not None and (options.scheme is not None or options.bf16):
+        raise UsageError(
+            f"{folder} has a policy that is quantized already: leave the scheme and bfloat16 out,"
+            " or give the folder of the float policy that it was made from"
+        )
+    model = read_weights(folder) if frozen is None else frozen.policy
     preparation = preparation_of(folder, model.config, options)
-    model = model.float()
-    if options.scheme is not None:
-        model = quantized(model, preparation, options).policy
-    elif options.bf16:
-        model = to_bfloat16(model)
+    scheme = options.scheme or ""
+    if frozen is not None:
+        scheme = name_of(frozen.report.scheme)
+    elif options.scheme is not None:
+        model = quantized(model.float(), preparation, options).policy
+    else:
+        model = to_bfloat16(model.float()) if options.bf16 else model.float()
     ported = tpuport.convert(model.requires_grad_(False), methods=("sample_actions",), verify=False)
-    return Policy(ported, preparation, options)
+    return Policy(ported, preparation, options, scheme)
 
 
 def preparation_of(folder: Path, config: Config, options: PolicyOptions) -> Preparation:
@@ -201,3 +230,30 @@ def quantized(
     found = Demonstrations(LeRobot(options.data), preparation.robot, model.config.action_horizon)
     calibration = calibration_of(found, preparation, batches=batches, batch_size=2)
     return quantize_policy(model, options.scheme, calibration)
+
+
+def freeze_policy(
+    folder: Path, options: PolicyOptions, out: Path | None = None, *, batches: int = 8
+) -> Any:
+    """Quantize a policy, write it with all that serving reads, and return the report.
+
+    Args:
+        folder: Folder of the float policy.
+        options: The scheme, the robot and the dataset to calibrate on.
+        out: Folder to write to; None for none.
+        batches: Pairs of frames to calibrate on.
+
+    Raises:
+        UsageError: `out` is the folder of the float policy, or a file is missing.
+        CheckpointError: The weights are damaged, or `out` cannot be written.
+    """
+    if out is not None and out.resolve() == folder.resolve():
+        raise UsageError(f"{out} is the folder of the float policy; give another one")
+    model = read_weights(folder).float()
+    preparation = preparation_of(folder, model.config, options)
+    found = quantized(model, preparation, options, batches=batches)
+    if out is not None:
+        write_quantized(out, found, model.config)
+        write_stats(out / "assets" / options.robot, preparation.stats)
+        shutil.copyfile(folder / TOKENIZER, out / TOKENIZER)
+    return found.report

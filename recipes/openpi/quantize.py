@@ -1,17 +1,23 @@
 """Quantization of both transformers of a policy."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import tpuport
+from recipes.openpi.config import Config, read_config
 from recipes.openpi.dataset import Demonstrations
 from recipes.openpi.inputs import Preparation, stacked
 from recipes.openpi.model import Batch, Pi0
+from recipes.openpi.weights import SIZES, WEIGHTS
 from tpuport.foundation.errors import UsageError
 from tpuport.quantization import QuantizationScheme
+from tpuport.quantization.files import KEY
+from tpuport.quantization.quantize import QuantizedModel
+from tpuport.quantization.scheme import as_scheme
 
 # DuQuant as the openpi fork has it: permutations and rotations by blocks of 16, w4a8.
 SCHEMES: dict[str, str | QuantizationScheme] = {
@@ -42,10 +48,12 @@ class Quantized:
     Attributes:
         policy: The policy, to be converted.
         report: The errors and sizes, see `tpuport.quantize`.
+        acting: What is saved: the ported `Acting` of the policy.
     """
 
     policy: Any
     report: Any
+    acting: QuantizedModel
 
 
 def scheme_of(name: str | QuantizationScheme) -> str | QuantizationScheme:
@@ -59,6 +67,12 @@ def scheme_of(name: str | QuantizationScheme) -> str | QuantizationScheme:
     if name not in SCHEMES:
         raise UsageError(f"scheme={name!r}: expected one of {', '.join(SCHEMES)}")
     return SCHEMES[name]
+
+
+def name_of(scheme: Mapping[str, Any]) -> str:
+    """Return the name of a report's scheme, "another" if it has none."""
+    fields = dict(scheme)
+    return next((n for n, one in SCHEMES.items() if asdict(as_scheme(one)) == fields), "another")
 
 
 def quantize_policy(
@@ -76,14 +90,44 @@ def quantize_policy(
         calibration: Batches and noise.
         num_steps: Steps of the flow from which layers' inputs are taken.
     """
-    made = _quantized(policy, scheme, num_steps, calibration=list(calibration))
-    found: Any = made.module
-    return Quantized(found.policy, made.quantization)
+    return _parts(_quantized(policy, scheme, num_steps, calibration=list(calibration)))
+
+
+def _parts(made: QuantizedModel) -> Quantized:
+    acting: Any = made.to_torch()
+    return Quantized(acting.policy, made.quantization, made)
+
+
+def write_quantized(folder: Path, found: Quantized, config: Config) -> None:
+    """Write integer weights, scales and transforms, with the policy's sizes beside them.
+
+    Raises:
+        CheckpointError: The folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tpuport.save_checkpoint(folder / WEIGHTS, found.acting)
+    config.save(folder / SIZES)
+
+
+def read_quantized(folder: Path) -> Quantized | None:
+    """Read a policy that `write_quantized` wrote; None if the folder has another one.
+
+    Raises:
+        UsageError: There is no config.json.
+        CheckpointError: The weights are damaged, or do not fit the sizes.
+    """
+    config = read_config(folder / SIZES)
+    opened = tpuport.open_checkpoint(folder / WEIGHTS)
+    if KEY not in opened.metadata:
+        return None
+    with torch.device("meta"):
+        acting = Acting(Pi0(config), 1)
+    return _parts(tpuport.quantize(acting.eval(), checkpoint=opened, verify=False))
 
 
 def _quantized(
     policy: Pi0, scheme: str | QuantizationScheme, num_steps: int = 1, **options: Any
-) -> Any:
+) -> QuantizedModel:
     keep = (*_KEEP, *_KEEP_OF[policy.config.pi05])
     acting = Acting(policy, num_steps)
     return tpuport.quantize(acting, scheme_of(scheme), keep=keep, verify=False, **options)
@@ -91,7 +135,7 @@ def _quantized(
 
 def frozen_policy(policy: Pi0, scheme: str) -> Any:
     """Return a policy with integer weights by a scheme that needs no calibration."""
-    return _quantized(policy, scheme).module.policy
+    return _parts(_quantized(policy, scheme)).policy
 
 
 def calibration_of(

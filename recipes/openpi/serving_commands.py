@@ -33,20 +33,22 @@ def quantize(
     scheme: Annotated[Scheme, typer.Option(help="Bits, and DuQuant.")] = Scheme.W8A8,
     robot: Robot = RobotName.LIBERO,
     batches: Annotated[int, typer.Option(help="Pairs of frames to calibrate on.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Folder for the policy, to `serve` it.")
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="File for the report as JSON.")] = None,
 ) -> None:
-    """Quantize both transformers, and report errors by layer and bytes; `serve` has `--scheme`."""
+    """Quantize both transformers, and report errors by layer and bytes."""
     with errors_as_exit_codes("quantize"):
-        from recipes.openpi.policy import PolicyOptions, preparation_of, quantized
-        from recipes.openpi.weights import read_weights
+        from recipes.openpi.policy import PolicyOptions, freeze_policy
 
         options = PolicyOptions(robot=robot.value, scheme=scheme.value, data=data)
-        model = read_weights(policy).float()
-        preparation = preparation_of(policy, model.config, options)
-        report = quantized(model, preparation, options, batches=batches).report
+        report = freeze_policy(policy, options, out, batches=batches)
         typer.echo(str(report))
         if json is not None:
             json.write_text(report.to_json(), encoding="utf-8")
+        if out is not None:
+            typer.echo(f"the policy is in {out}")
 
 
 def rollout(
@@ -128,7 +130,7 @@ def serve(
     ] = None,
     num_steps: Annotated[int, typer.Option(help="Steps of the flow.")] = 10,
     bf16: Annotated[bool, typer.Option("--bf16", help="Compute in bfloat16.")] = False,
-    scheme: Annotated[Scheme | None, typer.Option(help="How it is quantized.")] = None,
+    scheme: Annotated[Scheme | None, typer.Option(help="How to quantize a float policy.")] = None,
     data: Annotated[
         Path | None, typer.Option(help="LeRobot dataset to calibrate quantization on.")
     ] = None,

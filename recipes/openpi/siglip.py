@@ -3,12 +3,24 @@
 It is that of transformers without its import, which takes longer than the rest of a server's start.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.openpi.config import Vision
 
 _EPS = 1e-6
+
+
+def embedding(count: int, width: int, std: float = 1.0) -> nn.Embedding:
+    """Return an embedding with normal weights.
+
+    On the meta device nothing is drawn: PyTorch would import its compiler for that.
+    """
+    weight = torch.empty(count, width)
+    if not weight.is_meta:
+        nn.init.normal_(weight, std=std)
+    return nn.Embedding(count, width, _weight=weight)
 
 
 class _Embeddings(nn.Module):
@@ -18,8 +30,7 @@ class _Embeddings(nn.Module):
         super().__init__()
         patch = sizes.patch_size
         self.patch_embedding = nn.Conv2d(3, sizes.width, patch, stride=patch)
-        self.position_embedding = nn.Embedding(sizes.num_tokens, sizes.width)
-        nn.init.normal_(self.position_embedding.weight, std=sizes.width**-0.5)
+        self.position_embedding = embedding(sizes.num_tokens, sizes.width, sizes.width**-0.5)
 
     def forward(self, pixels: Tensor) -> Tensor:
         """Return tokens (N, tokens, width) of images (N, 3, height, width)."""

@@ -9,8 +9,9 @@ from safetensors.torch import save_file
 import tpuport
 from recipes.openpi.config import Config, read_config
 from recipes.openpi.model import Pi0, make_policy
-from tpuport.foundation.errors import CheckpointError
+from tpuport.foundation.errors import CheckpointError, UsageError
 from tpuport.foundation.files import replacing_file
+from tpuport.quantization.files import KEY
 
 WEIGHTS, SIZES = "model.safetensors", "config.json"
 _EMBEDDING = "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight"
@@ -46,11 +47,16 @@ def read_weights(folder: Path) -> Pi0:
     """Read a policy of openpi's form, in the dtypes of the file.
 
     Raises:
-        UsageError: There is no config.json.
+        UsageError: There is no config.json, or the weights are integers.
         CheckpointError: A weight is missing, or has another shape.
     """
     config = read_config(folder / SIZES)
     opened = tpuport.open_checkpoint(folder / WEIGHTS)
+    if KEY in opened.metadata:
+        raise UsageError(
+            f"{folder} has a policy that is quantized already, which only `serve` takes. What to"
+            " do: give the folder of the float policy that it was made from"
+        )
     with torch.device("meta"):
         policy = Pi0(config)
     weights = {}

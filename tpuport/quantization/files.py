@@ -46,13 +46,18 @@ class Opened:
 
 
 def metadata_of(module: torch.nn.Module, report: QuantizationReport) -> dict[str, str]:
-    """Return what a file says about the quantized layers of a module."""
+    """Return what a file says about the quantized layers of a module.
+
+    Raises:
+        CheckpointError: A buffer of one is None, which no file can hold.
+    """
     schemes: list[QuantizationScheme] = []
     layers = {}
     for name, one in module.named_modules():
         kind = next((kind for kind, cls in _KINDS.items() if isinstance(one, cls)), None)
         if kind is not None:
             layer: Any = one
+            refuse_none(name, layer)
             if layer.scheme not in schemes:
                 schemes.append(layer.scheme)
             layers[name] = {"scheme": schemes.index(layer.scheme), "kind": kind}
@@ -65,6 +70,25 @@ def metadata_of(module: torch.nn.Module, report: QuantizationReport) -> dict[str
         "report": asdict(report),
     }
     return {KEY: json.dumps(text)}
+
+
+def refuse_none(name: str, layer: torch.nn.Module) -> None:
+    """Refuse a layer that is not whole.
+
+    Raises:
+        CheckpointError: One of its buffers is None.
+    """
+    found = [
+        ".".join(filter(None, (name, part, key)))
+        for part, module in layer.named_modules()
+        for key, value in module._buffers.items()
+        if value is None
+    ]
+    if found:
+        raise CheckpointError(
+            f"{found[0]} of the quantized model is None: the file would lack it, and whoever reads"
+            " it would compute with something else. What to do: quantize the float model again"
+        )
 
 
 def open_quantized(source: str | Path | Checkpoint, model: torch.nn.Module) -> Opened:

@@ -1,5 +1,6 @@
 """Policies with integer weights: what is quantized, its errors, and serving it."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +9,15 @@ import torch
 
 import tpuport
 from recipes.openpi.dataset import Demonstrations, LeRobot
-from recipes.openpi.inputs import Preparation
-from recipes.openpi.policy import PolicyOptions, load_policy
-from recipes.openpi.quantize import SCHEMES, calibration_of, quantize_policy
+from recipes.openpi.inputs import Preparation, stacked
+from recipes.openpi.policy import PolicyOptions, freeze_policy, load_policy
+from recipes.openpi.quantize import SCHEMES, calibration_of, quantize_policy, read_quantized
 from recipes.openpi.robots import robot_of
 from recipes.openpi.statistics import read_stats
 from recipes.openpi.tokens import read_prompts
 from recipes.openpi.weights import read_weights
 from tests.recipes.openpi.small import observation
-from tpuport.foundation.errors import UsageError
+from tpuport.foundation.errors import CheckpointError, UsageError
 
 
 def calibration(made: Path, kind: str = "pi0"):
@@ -64,3 +65,48 @@ def test_a_served_policy_may_be_quantized(made: Path):
     with pytest.raises(UsageError, match="--data"):
         PolicyOptions(scheme="w8a8")
     assert "duquant-w4a8" in SCHEMES
+
+
+@pytest.fixture(scope="module")
+def frozen(made: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A folder with a quantized policy, and the report of its quantization."""
+    folder = tmp_path_factory.mktemp("quantized") / "frozen"
+    options = PolicyOptions(scheme="duquant-w4a8", data=made / "data")
+    return folder, freeze_policy(made / "pi0", options, folder, batches=1)
+
+
+def test_a_frozen_policy_is_served_from_its_files(frozen):
+    # A server that starts again has to read integers only: no data, and no float weights.
+    folder, report = frozen
+    served = load_policy(folder, PolicyOptions(batch_sizes=(1,), num_steps=2))
+    assert served.metadata["scheme"] == "duquant-w4a8"
+    again = read_quantized(folder)
+    assert again is not None
+    assert again.report == report
+    assert 0 < report.outputs.relative < 0.5
+    prepared = served.prepare(observation())
+    noise = np.random.default_rng(0).standard_normal((1, 4, 8), np.float32)
+    (found,) = served.act([prepared], noise)
+    batch = stacked([prepared], served.config.max_token_len)
+    with torch.no_grad():
+        actions = again.policy.sample_actions(batch, torch.from_numpy(noise), 2)[0].numpy()
+    wanted = served.preparation.actions_out(actions, prepared.raw_state)
+    np.testing.assert_allclose(found, wanted, atol=1e-2 * np.abs(wanted).max())
+
+
+def test_what_takes_no_frozen_policy_says_so(made: Path, frozen, tmp_path: Path):
+    folder, data = frozen[0], made / "data"
+    options = PolicyOptions(scheme="w8a8", data=data)
+    for one in (options, PolicyOptions(bf16=True)):
+        with pytest.raises(UsageError, match="quantized already: leave the scheme and bfloat16"):
+            load_policy(folder, one)
+    with pytest.raises(UsageError, match="quantized already, which only `serve` takes"):
+        freeze_policy(folder, options, tmp_path / "twice")
+    with pytest.raises(UsageError, match="is the folder of the float policy"):
+        freeze_policy(made / "pi0", options, made / "pi0")
+    with pytest.raises(UsageError, match="scheme='w8a8' and bf16"):
+        PolicyOptions(scheme="w8a8", data=data, bf16=True)
+    damaged = shutil.copytree(folder, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        load_policy(damaged, PolicyOptions())
