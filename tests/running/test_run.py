@@ -369,6 +369,19 @@ def test_the_command_line_is_passed_on(monkeypatch, tmp_path):
     assert given.keys() <= known.keys()
 
 
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [("--lr 3", ["--lr", "3"]), ("-- --lr 3", ["--lr", "3"]), ("a -- b", ["a", "--", "b"])],
+)
+def test_dashes_in_front_of_the_options_of_a_script_are_none_of_them(given, taken, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        "tpuport.compat.runner.run.run", lambda program, **_: seen.append(program.arguments)
+    )
+    CliRunner().invoke(app, ["run", "train.py", *given.split()])
+    assert seen == [taken]
+
+
 def test_a_wrong_call_is_one_line():
     result = CliRunner().invoke(app, ["run", "nothing.py"])
     assert (result.exit_code, result.stderr) == (2, "There is no file nothing.py to run.\n")

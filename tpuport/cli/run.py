@@ -201,8 +201,10 @@ def run(
             from tpuport.compat.runner.run import RunTarget
             from tpuport.compat.runner.run import run as run_program
 
+        given = args or []
         status = run_program(
-            RunTarget(script, module, args or ()),
+            # `verify` and `port` want a `--` in front of the script's options, which is none.
+            RunTarget(script, module, given[1:] if given[:1] == ["--"] else given),
             packages=package or (),
             paths=path or (),
             rewrite=not no_rewrite,
