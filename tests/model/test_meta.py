@@ -4,7 +4,9 @@ Each rule gets operands that break its assumptions one at a time. Where it answe
 and dtypes are those of the real result on the CPU; where eager PyTorch refuses, it must not answer.
 """
 
+import functools
 import itertools
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpuport.tracing.dispatch import meta_infer, meta_rules
+from tpuport.tracing.dispatch import meta_infer, meta_rules, meta_strides
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -135,6 +137,39 @@ def test_pointwise_with_options(op, args, kwargs, plain):
     assert answered(meta_rules.pointwise, op, args, kwargs) is plain
 
 
+def drawn_operand(draw: random.Random, shape: list[int]) -> torch.Tensor:
+    """A tensor that broadcasts to a size, with dims in some order, gaps, or repeated elements."""
+    size = [draw.choice((n, n, 1)) for n in shape[draw.choice((0, 0, 0, len(shape) // 2)) :]]
+    order = draw.sample(range(len(size)), len(size))
+    gaps = [draw.choice((1, 1, 1, 2)) for _ in size]
+    made = f(*(size[dim] * gaps[dim] for dim in order))
+    made = made.permute(tuple(order.index(dim) for dim in range(len(size))))
+    made = made[tuple(slice(None, None, gap) for gap in gaps)]
+    if draw.random() < 0.2:
+        made = made[..., None].expand(*made.shape, 1).squeeze(-1)
+    if draw.random() < 0.2 and made.dim() and made.shape[0] == 1:
+        made = made.expand(shape[-made.dim()], *made.shape[1:])
+    return made
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_pointwise_has_the_strides_of_eager(seed):
+    draw, done = random.Random(seed), 0
+    for _ in range(400):
+        shape = [draw.choice((1, 2, 3, 4)) for _ in range(draw.randint(0, 5))]
+        a, b, c = (drawn_operand(draw, shape) for _ in range(3))
+        calls = [
+            (aten.neg.default, (a,)),
+            (aten.mul.Tensor, (a, 2.0)),
+            (aten.add.Tensor, (a, b)),
+            (aten.lt.Tensor, (a, b)),
+            (aten.where.self, (a > 0, b, c)),
+            (aten.addcmul.default, (a, b, c)),
+        ]
+        done += sum(answered(meta_rules.pointwise, op, args, {}) for op, args in calls)
+    assert done == 2400
+
+
 # -- rules by name ---------------------------------------------------------------------------------
 
 X, T = f(3, 4), turned(f(3, 4))
@@ -142,10 +177,29 @@ IMAGE = f(2, 4, 5, 6)
 LAST = {"memory_format": torch.channels_last}
 _CONV = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
+
+def _cumulative(op: Any) -> list[Any]:
+    numbers = ({}, {"dtype": torch.float64}, {"dtype": torch.int32})
+    return [(op, (x, dim), kwargs) for x in POOL for dim in (0, -1, 2) for kwargs in numbers]
+
+
+VOLUME = f(2, 3, 2, 1, 2)
+IMAGES = (f(2, 3, 2, 2), f(1, 3, 1, 1), f(2, 1, 3, 3))
+TURNED = (
+    *(turned(f(2, 3, 4)), f(6, 4)[::2], IMAGES[0].transpose(2, 3), *IMAGES),
+    *(image.to(memory_format=torch.channels_last) for image in IMAGES),
+    *(VOLUME, VOLUME.to(memory_format=torch.channels_last_3d), VOLUME.transpose(1, 2)),
+)
 RULES: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
     "_softmax": [(aten._softmax.default, (x, -1, False), {}) for x in POOL],
     "_log_softmax": [(aten._log_softmax.default, (x, 0, False), {}) for x in POOL],
+    "_safe_softmax": [
+        (aten._safe_softmax.default, (x, 0, dtype), {})
+        for x in POOL
+        for dtype in (None, torch.float64)
+    ],
     "clone": [(aten.clone.default, (x,), {}) for x in POOL]
+    + [(aten.clone.default, (x,), {"memory_format": torch.contiguous_format}) for x in POOL]
     + [(aten.clone.default, (IMAGE,), LAST)],
     "copy": [(aten.copy.default, (x, y), {}) for x in POOL for y in POOL],
     "zeros_like": [(aten.zeros_like.default, (x,), k) for x in POOL for k in ({}, {"dtype": BF16})],
@@ -219,7 +273,11 @@ RULES: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
         for k in (False, True)
     ],
     "cat": [(aten.cat.default, ([x, y], d), {}) for x in POOL for y in POOL for d in (0, -1, 1)]
+    + [(aten.cat.default, ([x, x, x], d), {}) for x in TURNED for d in (0, 1, -1)]
     + [(aten.cat.default, ([f(0), f(2, 3)], 0), {}), (aten.cat.default, ([f(0), f(0)],), {})],
+    "stack": [
+        (aten.stack.default, ([x, y], d), {}) for x in POOL for y in POOL for d in (0, -1, 1, 3)
+    ],
     "convolution": [
         (aten.convolution.default, (x, w, c, *_CONV), {})
         for x in (
@@ -245,12 +303,30 @@ RULES: dict[str, list[tuple[Any, tuple[Any, ...], dict[str, Any]]]] = {
             {},
         ),
     ],
+    "cumsum": _cumulative(aten.cumsum.default),
+    "repeat": [
+        (aten.repeat.default, (x, times), {})
+        for x in POOL
+        for times in ([2, 3], [1, 1], [2, 0, 1], [3], [], [2, -1], [1, 2, 1, 2])
+    ],
+    "cumprod": _cumulative(aten.cumprod.default),
     "embedding": [
         (aten.embedding.default, (w, i), {})
         for w in (f(5, 3), turned(f(5, 3)), f(5, 3, dtype=BF16), f(5))
         for i in (POOL[14], POOL[15], f(0, dtype=torch.int32), f(2), POOL[18])
     ],
 }
+
+
+def test_channels_last_is_told_as_torch_tells_it():
+    shapes = itertools.product((1, 2), (1, 3), (1, 4), (1, 5))
+    found = set()
+    for shape, order in itertools.product(shapes, itertools.permutations(range(4))):
+        x = f(*(shape[dim] for dim in order)).permute(*(order.index(dim) for dim in range(4)))
+        want = torch._prims_common.suggest_memory_format(x) is torch.channels_last
+        assert meta_strides.has_channels_last(x) is want, (x.shape, x.stride())
+        found.add(want)
+    assert found == {True, False}
 
 
 def test_every_rule_has_calls():
@@ -296,16 +372,23 @@ def test_matmul():
 
 
 def test_attention():
-    queries = (f(2, 3, 4, 8), f(3, 4, 8), f(4, 8), f(1, 3, 4, 8), f(2, 3, 4, 8, dtype=BF16))
-    keys = (f(2, 3, 5, 8), f(3, 5, 8), f(2, 3, 5, 6), f(2, 1, 5, 8))
+    queries = (
+        f(2, 4, 4, 8),
+        f(2, 3, 4, 8),
+        f(3, 4, 8),
+        f(4, 8),
+        f(1, 3, 4, 8),
+        f(2, 3, 4, 8, dtype=BF16),
+    )
+    keys = (f(2, 2, 5, 8), f(2, 3, 5, 8), f(3, 5, 8), f(2, 3, 5, 6), f(2, 1, 5, 8))
     masks = (None, f(4, 5, dtype=torch.bool), f(2, 3, 4, 5), f(1, 5), f(3, 3), f(4, 5, dtype=BF16))
     done = 0
-    for q, k, mask in itertools.product(queries, keys, masks):
+    for q, k, mask, grouped in itertools.product(queries, keys, masks, (False, True)):
         v = torch.ones(*k.shape[:-1], 7, dtype=k.dtype)
-        found = meta_rules.attention_meta(on_meta(q), on_meta(k), on_meta(v), on_meta(mask), False)
-        done += _agrees(
-            found, lambda q=q, k=k, v=v, m=mask: F.scaled_dot_product_attention(q, k, v, m)
-        )
+        operands = map(on_meta, (q, k, v, mask))
+        found = meta_rules.attention_meta(*operands, grouped)
+        attend = functools.partial(F.scaled_dot_product_attention, q, k, v, mask)
+        done += _agrees(found, functools.partial(attend, enable_gqa=grouped))
     assert done > 3
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
 
 from tpuport.foundation.pytree import is_sparse
 from tpuport.tracing.core import sym_numbers
@@ -17,6 +16,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import flat, map_tensors
 from tpuport.tracing.dispatch.meta_rules import RULES, pointwise
+from tpuport.tracing.dispatch.meta_strides import as_convolved
 
 aten = torch.ops.aten
 
@@ -90,7 +90,7 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             made = func(*meta_args, **meta_kwargs)
             is_convolution = func is aten.convolution.default
-            return _as_convolved(made, *meta_args[:2]) if is_convolution else made
+            return as_convolved(made, *meta_args[:2]) if is_convolution else made
         except RuntimeError as error:
             if not any(text in str(error) for text in ("same device", "expected device meta")):
                 raise
@@ -107,23 +107,6 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 cause=error,
             ) from error
         raise
-
-
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _as_convolved(made: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the result of a convolution with the strides that devices give it.
-
-    torch's meta kernel makes it contiguous. Kernels keep the channels last if one operand has them
-    so, but for volumes in float64.
-    """
-    layout = _CHANNELS_LAST.get(made.dim())
-    if layout is None or (made.dtype is torch.float64 and made.dim() == 5):
-        return made
-    if layout in (suggest_memory_format(x), suggest_memory_format(weight)):
-        return made.contiguous(memory_format=layout)
-    return made
 
 
 def _is_factory(func: Any, args: tuple[Any, ...]) -> bool:

@@ -9,6 +9,14 @@ from typing import Any
 import torch
 
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.tensor import meta_of
+from tpuport.tracing.dispatch.meta_strides import (
+    LAST,
+    as_convolved,
+    broadcast,
+    has_channels_last,
+    pointwise_strides,
+)
 
 _Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -22,16 +30,6 @@ def _made(shape: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _plain(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.is_contiguous()
-
-
-def _is_row_major(tensor: Any) -> bool:
-    """Return whether strides are those of a new tensor, in dims of size 1, too.
-
-    By the strides of those, a convolution tells channels last from contiguous.
-    """
-    if not _plain(tensor):
-        return False
-    return tensor.stride() == _made(torch.Tensor.size(tensor), tensor.dtype).stride()
 
 
 BOOLEAN = {
@@ -61,11 +59,17 @@ FLOATING = {
 }  # fmt: skip
 
 
+# Ops for which a number is a tensor without dims.
+_OF_NUMBERS = {
+    "add", "sub", "rsub", "mul", "div", "fmod", "remainder", "where", "eq", "ne", "lt", "le", "gt",
+    "ge", "bitwise_and", "bitwise_or", "bitwise_xor",
+}  # fmt: skip
+
+
 def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Infer the result of a pointwise op.
 
-    The plain case is operands of one dtype (and Python scalars that do not widen it), one of them
-    of the full size, contiguous.
+    The plain case is operands of one dtype (and Python scalars that do not widen it).
     """
     name = func._opname
     if kwargs and any(
@@ -83,13 +87,32 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool:
             return None
         operands = args[1:] if name == "where" else (args[0], *args[2:])
-    dtype = _common(operands)
+    dtype = _common(name, operands)
     if dtype is None or not _takes(name, dtype, args):
         return None
-    shape = _full_shape([a for a in args if isinstance(a, torch.Tensor)])
-    if shape is None or (name in ("masked_fill", "fill") and shape != torch.Tensor.size(args[0])):
+    if name in BOOLEAN:
+        dtype = torch.bool
+    elif name == "div" and not dtype.is_floating_point:
+        if kwargs:
+            return None
+        dtype = torch.get_default_dtype()
+    return _pointwise_result(name, dtype, args, operands)
+
+
+def _pointwise_result(
+    name: str, dtype: torch.dtype, args: tuple[Any, ...], operands: tuple[Any, ...]
+) -> torch.Tensor | None:
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    shape = broadcast(tensors)
+    if shape is None:
         return None
-    return _made(shape, torch.bool if name in BOOLEAN else dtype)
+    if name in ("masked_fill", "fill"):  # which write to a copy
+        return _made(shape, dtype) if _plain(args[0]) and shape == tuple(args[0].shape) else None
+    if name == "pow" and not isinstance(args[0], torch.Tensor):  # ATen makes its result first
+        return _made(shape, dtype)
+    numbers = name in _OF_NUMBERS and any(not isinstance(o, torch.Tensor) for o in operands)
+    strides = pointwise_strides(shape, tensors, alike=not numbers or not shape)
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
 
 
 def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
@@ -99,32 +122,46 @@ def _takes(name: str, dtype: torch.dtype, args: tuple[Any, ...]) -> bool:
     elif dtype is torch.bool:
         taken = name in _OF_BOOLS
     else:
-        taken = not dtype.is_complex and name not in FLOATING and name != "lerp"
+        taken = not dtype.is_complex and name not in FLOATING - {"div"} and name != "lerp"
     if name in ("sub", "rsub"):
-        return taken and not any(isinstance(value, bool) for value in args)
+        return taken and not any(_is_bool(value) for value in args)
     if name == "clamp":
         return taken and any(value is not None for value in args[1:])
     return taken
 
 
-def _common(operands: tuple[Any, ...]) -> torch.dtype | None:
-    """Return the dtype of all tensor operands, None if they differ or a scalar would change it."""
-    dtype: torch.dtype | None = None
-    for value in operands:
-        if isinstance(value, torch.Tensor):
-            if (
-                value.dim() == 0
-                and len(operands) > 1
-                and dtype is not None
-                and value.dtype == dtype
-            ):
-                continue
-            if dtype is not None and value.dtype != dtype:
-                return None
-            dtype = value.dtype
-    if dtype is None or not all(_keeps_dtype(value, dtype) for value in operands):
+# Ops that take tensors of several dtypes.
+_PROMOTES = {"add", "sub", "rsub", "mul", "div", "maximum", "minimum", "pow"} | (
+    BOOLEAN - {"logical_and", "logical_or", "logical_not", "logical_xor"}
+)
+
+
+def _is_bool(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.dtype is torch.bool
+    return isinstance(value, bool)
+
+
+def _common(name: str, operands: tuple[Any, ...]) -> torch.dtype | None:
+    """Return the dtype in which an op computes, None if that is not the one of all tensors."""
+    tensors = [value for value in operands if isinstance(value, torch.Tensor)]
+    # Tensors without dims count among themselves only, if they are of no higher kind.
+    dtypes = {value.dtype for value in tensors if value.dim()} or {t.dtype for t in tensors}
+    highest = max(map(_kind, dtypes), default=0)
+    decide = [dtype for dtype in dtypes if _kind(dtype) == highest]
+    if len(decide) != 1 or not all(_keeps_dtype(value, decide[0]) for value in operands):
         return None
-    return dtype
+    others = {value.dtype for value in tensors} - set(decide)
+    if others and (name not in _PROMOTES or max(map(_kind, others)) > highest):
+        return None
+    return decide[0]
+
+
+def _kind(dtype: torch.dtype) -> int:
+    """Return the place of a dtype among the kinds: booleans, integers, floats, complex numbers."""
+    if dtype.is_complex:
+        return 3
+    return 2 if dtype.is_floating_point else int(dtype is not torch.bool)
 
 
 def _keeps_dtype(value: Any, dtype: torch.dtype) -> bool:
@@ -135,23 +172,6 @@ def _keeps_dtype(value: Any, dtype: torch.dtype) -> bool:
     if isinstance(value, (int, torch.SymInt)) and dtype is torch.bool:
         return False
     return isinstance(value, (int, float, *sym_numbers.SYMBOLIC))
-
-
-def _full_shape(tensors: list[torch.Tensor]) -> torch.Size | None:
-    """Return the size of the largest operand if the others broadcast to it, else None.
-
-    None too if an operand of several elements is not contiguous.
-    """
-    largest = max(tensors, key=lambda t: (t.dim(), torch.Tensor.numel(t)))
-    shape = torch.Tensor.size(largest)
-    for tensor in tensors:
-        if not tensor.is_contiguous() and torch.Tensor.numel(tensor) > 1:
-            return None
-        size = torch.Tensor.size(tensor)
-        for a, b in zip(reversed(size), reversed(shape), strict=False):
-            if a not in (b, 1):
-                return None
-    return shape
 
 
 def rule(*names: str) -> Callable[[_Rule], _Rule]:
@@ -168,6 +188,7 @@ def rule(*names: str) -> Callable[[_Rule], _Rule]:
 @rule(
     "_softmax",
     "_log_softmax",
+    "_safe_softmax",
     "clone",
     "copy",
     "zeros_like",
@@ -178,12 +199,16 @@ def rule(*names: str) -> Callable[[_Rule], _Rule]:
 )
 def _like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
+    if func._opname == "clone" and kwargs.get("memory_format") is torch.contiguous_format:
+        return _made(torch.Tensor.size(source), source.dtype)
     if not _plain(source) or any(kwargs.get(k) is not None for k in ("dtype", "layout")):
         return None
     if kwargs.get("memory_format") not in (None, torch.contiguous_format, torch.preserve_format):
         return None
-    if func._opname.endswith("softmax") and (not source.dtype.is_floating_point or args[2]):
-        return None
+    if func._opname.endswith("softmax"):
+        widened = len(args) > 2 and args[2] not in (None, False)
+        if not source.dtype.is_floating_point or widened:
+            return None
     if func._opname == "copy" and (
         len(args) < 2 or torch.Tensor.size(args[1]) != torch.Tensor.size(source)
     ):
@@ -268,7 +293,8 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     if (
         not _plain(source)
-        or not source.dtype.is_floating_point
+        or not (source.dtype.is_floating_point or func._opname == "sum")
+        or source.dtype.is_complex
         or kwargs.get("dtype") not in (None, source.dtype)
     ):
         return None
@@ -290,7 +316,8 @@ def _reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(picked) != len(dims) or (func._opname in ("amax", "amin") and 0 in shape):
         return None
     kept = [1 if d in picked else s for d, s in enumerate(shape) if keep or d not in picked]
-    return _made(kept, source.dtype)
+    counts = not source.dtype.is_floating_point and kwargs.get("dtype") is None
+    return _made(kept, torch.int64 if counts else source.dtype)
 
 
 @rule("cat")
@@ -301,7 +328,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if (
         not first
         or not -len(first) <= dim < len(first)
-        or any(not _plain(t) or t.dtype != tensors[0].dtype for t in tensors)
+        or any(t.dtype != tensors[0].dtype for t in tensors)
     ):
         return None
     dim %= len(first)
@@ -314,7 +341,26 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         ):
             return None
         total += size[dim]
-    return _made([*first[:dim], total, *first[dim + 1 :]], tensors[0].dtype)
+    made = _made([*first[:dim], total, *first[dim + 1 :]], tensors[0].dtype)
+    last = len(first) in (4, 5) and all(has_channels_last(meta_of(one)) for one in tensors)
+    if not last:
+        return made
+    return None if 1 in made.shape else made.contiguous(memory_format=LAST[len(first)])
+
+
+@rule("stack")
+def _stack(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensors = args[0]
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    first = tensors[0]
+    size = list(torch.Tensor.size(first))
+    if not -len(size) - 1 <= dim <= len(size) or any(
+        not _plain(t) or t.dtype != first.dtype or list(torch.Tensor.size(t)) != size
+        for t in tensors
+    ):
+        return None
+    dim %= len(size) + 1
+    return _made([*size[:dim], len(tensors), *size[dim:]], first.dtype)
 
 
 @rule("convolution")
@@ -322,14 +368,7 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     x, weight, bias, stride, padding, dilation, transposed, _, groups = args
     size, kernel = torch.Tensor.size(x), torch.Tensor.size(weight)
     dims = len(kernel) - 2
-    if (
-        transposed
-        or kwargs
-        or not _is_row_major(x)
-        or not _is_row_major(weight)
-        or len(size) != len(kernel)
-        or x.dtype != weight.dtype
-    ):
+    if transposed or kwargs or len(size) != len(kernel) or x.dtype != weight.dtype:
         return None
     if (
         (bias is not None and bias.dtype != x.dtype)
@@ -342,7 +381,34 @@ def _convolution(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(size[2:], kernel[2:], *steps, strict=True)
     ]
-    return None if any(o <= 0 for o in out) else _made((size[0], kernel[0], *out), x.dtype)
+    if any(o <= 0 for o in out):
+        return None
+    made = _made((size[0], kernel[0], *out), x.dtype)
+    return as_convolved(made, meta_of(x), meta_of(weight))
+
+
+@rule("repeat")
+def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, times = args
+    size = torch.Tensor.size(source)
+    if len(times) < len(size) or any(not isinstance(n, int) or n < 0 for n in times):
+        return None
+    size = [1] * (len(times) - len(size)) + list(size)
+    return _made([n * k for n, k in zip(size, times, strict=True)], source.dtype)
+
+
+@rule("cumsum", "cumprod")
+def _cumulative(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, dim = args[0], args[1]
+    if not _plain(source) or not source.dim() or kwargs.keys() - {"dtype"}:
+        return None
+    if not -source.dim() <= dim < source.dim():
+        return None
+    counts = not (source.dtype.is_floating_point or source.dtype.is_complex)
+    return _made(
+        torch.Tensor.size(source),
+        kwargs.get("dtype") or (torch.int64 if counts else source.dtype),
+    )
 
 
 @rule("embedding")
@@ -386,10 +452,17 @@ def attention_meta(
 ) -> torch.Tensor | None:
     """Infer the result of attention over [..., heads, length, width] operands of one dtype."""
     sizes = [torch.Tensor.size(t) for t in (q, k, v)]
-    if grouped or any(len(s) < 3 for s in sizes) or not q.dtype == k.dtype == v.dtype:
+    if any(len(s) < 3 for s in sizes) or not q.dtype == k.dtype == v.dtype:
         return None
+    if grouped:  # heads of keys and values are fewer
+        query, key, _ = sizes
+        if any(len(s) != 4 for s in sizes) or not key[1] or query[1] % key[1]:
+            return None
+        lead = [s[:-2] if s is not query else (s[0], key[1]) for s in sizes]
+    else:
+        lead = [s[:-2] for s in sizes]
     if (
-        any(s[:-2] != sizes[0][:-2] for s in sizes)
+        any(tuple(one) != tuple(lead[0]) for one in lead)
         or sizes[0][-1] != sizes[1][-1]
         or sizes[1][-2] != sizes[2][-2]
     ):
