@@ -26,7 +26,8 @@ from tpuport.tracing.core.errors import error_here
 from tpuport.tracing.core.gradient_paths import evaluated
 from tpuport.tracing.core.paths import Path, Paths
 from tpuport.tracing.core.reentrancy import comparing_gradients
-from tpuport.tracing.state.request import Flows, TraceResult
+from tpuport.tracing.core.tensor import meta_of
+from tpuport.tracing.state.request import Flows, TraceResult, Written
 
 # The inputs to differentiate with respect to: names in the state, numbers of arguments.
 Wanted = tuple[tuple[str, ...], tuple[int, ...]]
@@ -75,7 +76,7 @@ def differentiable(
             merged = list(values)
             for index, leaf in zip(indices, leaves, strict=True):
                 merged[index] = leaf
-            outs, left, *rest = pure({**state, **part}, key, merged)
+            outs, left, mutated, *rest = pure({**state, **part}, key, merged)
             # Python numbers among the outputs have no gradient.
             floats = [
                 _has_gradient(out) and not isinstance(meta, type)
@@ -83,8 +84,10 @@ def differentiable(
             ]
             flows = [out for out, one in zip(outs, floats, strict=True) if one]
             flows += [left[name] for name in _flowing(left, outcome())]
+            flows += [mutated[index] for index in _written(outcome())]
+            kept = {i: v for i, v in mutated.items() if i not in _written(outcome())}
             stays = [None if one else out for out, one in zip(outs, floats, strict=True)]
-            return flows, (stays, [left, *rest])
+            return flows, (stays, [left, kept, *rest])
 
         given = [state[name] for name in names] + [values[i] for i in indices]
         closed, shape = jax.make_jaxpr(
@@ -93,11 +96,12 @@ def differentiable(
         )(given)
         paths, tree, count = Paths(), jax.tree.structure(shape), len(shape[0])
         left = _flowing(shape[1][1][0], outcome())
-        numbers = _numbers(shape[1][0], left)
+        written = _written(outcome())
+        numbers = _numbers(shape[1][0], left, written)
         taps = tapped(closed, outcome(), numbers, _seen(outcome(), numbers))
         found = paths.of(taps.closed.jaxpr)
         used = functools.reduce(int.__or__, (path.may for path in found), 0)
-        outcome().flows = Flows(left, used, taps.leaves, taps.inner, taps.unsure)
+        outcome().flows = Flows(left, used, taps.leaves, taps.inner, taps.unsure, written)
         _refuse_lost_gradients(jax.tree.unflatten(tree, found), labels)
 
         def run(given: list[Any], zeros: list[Any]) -> Any:
@@ -122,19 +126,32 @@ def _flowing(state: dict[str, Any], outcome: TraceResult) -> tuple[str, ...]:
     )
 
 
-def _numbers(stays: list[Any], state: Sequence[str]) -> dict[int | str, int]:
-    """Return the number of each floating output, by the index of the result or the state's name."""
+def _written(outcome: TraceResult) -> tuple[int, ...]:
+    """Return the arguments that have a graph after the call, as in eager, by index."""
+    return tuple(sorted(outcome.written))
+
+
+# The results (by index), the state (by name) and the arguments that are floating outputs.
+_Place = int | str | Written
+
+
+def _numbers(stays: list[Any], state: Sequence[str], written: Sequence[int]) -> dict[_Place, int]:
+    """Return the number of each floating output."""
     floats = [index for index, stay in enumerate(stays) if stay is None]
-    return {place: number for number, place in enumerate([*floats, *state])}
+    places = [*floats, *state, *map(Written, written)]
+    return {place: number for number, place in enumerate(places)}
 
 
-def _seen(outcome: TraceResult, numbers: dict[int | str, int]) -> list[bool]:
+def _seen(outcome: TraceResult, numbers: dict[_Place, int]) -> list[bool]:
     """Return which floating outputs require grad, in order."""
-    metas = (
-        outcome.state_metas[place] if isinstance(place, str) else outcome.out_metas[place]
-        for place in numbers
-    )
-    return [meta.requires_grad for meta in metas]
+
+    def seen(place: _Place) -> bool:
+        if isinstance(place, Written):
+            return True
+        metas = outcome.state_metas if isinstance(place, str) else outcome.out_metas
+        return metas[place].requires_grad  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    return [seen(place) for place in numbers]
 
 
 @jax.tree_util.register_dataclass
@@ -349,6 +366,8 @@ class DifferentiatedCall:
         self.metas = [m for m, s in zip(outcome.out_metas, stays, strict=True) if s is None]
         assert outcome.flows is not None
         self.metas += [outcome.state_metas[name] for name in outcome.flows.state]
+        written = (prepared.leaves[index] for index in outcome.flows.arguments)
+        self.metas += [meta_of(argument).requires_grad_() for argument in written]
         self.constant = [i for i, meta in enumerate(self.metas) if not meta.requires_grad]
         self.shapes = [flow.shape for flow in flows]
         made = [host_tensor(flow, m.dtype, m) for flow, m in zip(flows, self.metas, strict=True)]
@@ -406,8 +425,17 @@ class DifferentiatedCall:
     def unwritten(self) -> list[torch.Tensor]:
         """Return what torch would save, without arguments that the call itself writes to."""
         _, (_, mutated, *_) = self.rest
-        written = {int(index) for index in mutated}
+        written = {int(index) for index in mutated} | set(self.written_indices())
         return [tensor for key, tensor in self.saved.items() if key not in written]
+
+    def written_indices(self) -> tuple[int, ...]:
+        """Return the arguments that the call gives a value with a graph, by index."""
+        flows = self.prepared.compiled.outcome.flows
+        return flows.arguments if flows else ()
+
+    def written(self) -> list[torch.Tensor]:
+        """Return those arguments."""
+        return [self.prepared.leaves[index] for index in self.written_indices()]
 
     def inputs(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors to differentiate, those that nothing depends on without their graph.
@@ -469,14 +497,17 @@ class DifferentiatedCall:
         for (_, numbers), leaf in zip(known.leaves if known else (), self.leaves, strict=True):
             for number in numbers:
                 flows[number] = leaf
-        numbers = _numbers(stays, known.state if known else ())
+        state, written = () if known is None else known.state, self.written_indices()
+        numbers = _numbers(stays, state, written)
         for place in self.prepared.compiled.outcome.retained:
             if place in numbers:
                 retain_gradient(flows[numbers[place]], Through)
                 self.retaining.append(flows[numbers[place]])
         given = iter(flows)
-        results = ([next(given) if stay is None else stay for stay in stays], *rest)
-        return results, dict(zip(() if known is None else known.state, given, strict=True))
+        outs = [next(given) if stay is None else stay for stay in stays]
+        by_name = dict(zip(state, given, strict=False))
+        left, mutated, *others = rest
+        return (outs, left, {**mutated, **dict(zip(written, given, strict=True))}, *others), by_name
 
 
 def graph_reaches(

@@ -10,6 +10,8 @@ from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
+from tpuport.model.parity.verify import Reference
+from tpuport.tracing.core.arguments import flatten_call
 from tpuport.tracing.state.module_state import StateTree, state_tree
 from tpuport.tracing.state.request import Alias, Before, Outside, Sibling, TraceResult
 
@@ -22,6 +24,7 @@ class LeftTensors:
         computed: the names of other tensors, no leaves, that the call wrote to.
         flowing: those with a graph, by name.
         leaves: those that the call made leaves that require grad, by name.
+        written: the arguments, by index, that the call gave a value with a graph.
         shares: whether one is a view of another tensor.
     """
 
@@ -31,6 +34,7 @@ class LeftTensors:
         self.shares = False
         self.flowing: dict[str, torch.Tensor] = {}
         self.leaves: dict[str, torch.Tensor] = {}
+        self.written: tuple[int, ...] = ()
         # What the tensors of changed state are like, and their values.
         self._metas: dict[str, torch.Tensor] = {}
         self._values: Mapping[str, jax.Array] = {}
@@ -148,10 +152,14 @@ class LeftTensors:
         leaves, spec = pytree.flatten(out)
         return pytree.unflatten(spec, [with_graph.get(id(leaf), leaf) for leaf in leaves])
 
-    def of_eager(self, module: torch.nn.Module | None) -> list[torch.Tensor]:
-        """Return the tensors of eager's module that the call left with a graph, in one order."""
-        left = {} if module is None else state_tree(module).leaves
-        return [left.get(name, torch.zeros(())) for name in self.flowing]
+    def of_eager(self, found: Reference) -> list[torch.Tensor]:
+        """Return the tensors of eager's module and its arguments that the call left with a graph,
+        in one order.
+        """
+        left = {} if found.module is None else state_tree(found.module).leaves
+        given = flatten_call(found.given)[0]
+        named = [left.get(name, torch.zeros(())) for name in self.flowing]
+        return [*named, *(given[index] for index in self.written)]
 
     def _known(self, name: str) -> torch.Tensor | None:
         """Return what a name was bound to if a tensor for it exists: that one, or a view of it."""

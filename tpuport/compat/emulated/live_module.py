@@ -442,7 +442,7 @@ class LiveModel(PortedModel):
         call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
         flows = gradients.Through.apply(call, *call.inputs(tensors))
         results, self._left.flowing = call.results(list(flows))
-        self._left.leaves = call.leaves_by_name()
+        self._left.leaves, self._left.written = call.leaves_by_name(), call.written_indices()
         return self._finish(prepared, results), prepared.state
 
     def _refresh(self) -> None:
@@ -570,11 +570,12 @@ class LiveModel(PortedModel):
         # Eager's copy begins at the arguments and the state. Ours may come from the same
         # parameters, by an earlier call or if the script tied them to those of another module.
         given_before = (*arguments.flatten_call(given)[0], *self._tree.leaves.values())
-        made = [t for t in given_before if _is_made(t)]
+        written = call.written()
+        made = [t for t in given_before if _is_made(t) and not _in(t, written)]
         results = pytree.flatten(out)[0]
         sums = parity.projected([t.detach() if _in(t, made) else t for t in results])
-        state = self._left.of_eager(expected.module)
-        sums += parity.projected(list(self._left.flowing.values()))
+        state = self._left.of_eager(expected)
+        sums += parity.projected([*self._left.flowing.values(), *written])
         if not ours or not (sums or parity.projected((expected.out, state))):
             return []
         try:
@@ -591,7 +592,7 @@ class LiveModel(PortedModel):
         return parity.paired(want, dict(zip(ours, have, strict=True)))
 
     def _eager_gradients(self, found: Reference) -> dict[str, Any]:
-        return parity.of_reference(found, state=self._left.of_eager(found.module))
+        return parity.of_reference(found, state=self._left.of_eager(found))
 
 
 def _is_made(value: Any) -> bool:

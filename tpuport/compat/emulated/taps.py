@@ -4,7 +4,7 @@ Such a value is a leaf that the call made, or a result that others are computed 
 the program one more input for it, zeros that are added to it: their gradient is that of the value.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class Tapped:
 
 
 def tapped(
-    closed: Any, outcome: TraceResult, numbers: dict[int | str, int], seen: Sequence[bool]
+    closed: Any, outcome: TraceResult, numbers: Mapping[Any, int], seen: Sequence[bool]
 ) -> Tapped:
     """Return a program with taps at its leaves and at the outputs that others are computed from.
 

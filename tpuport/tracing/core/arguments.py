@@ -1,6 +1,7 @@
 """The arguments of a call as arrays, and what the call changed in the caller's own objects."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -300,11 +301,17 @@ def result_meta(meta: torch.Tensor) -> torch.Tensor:
 # -- arguments over the same memory ----------------------------------------------------------------
 
 
-def write_leaves(leaves: list[Any], mutated: dict[int, jax.Array]) -> None:
-    """Write the new values of arguments that the program changed in place."""
+def write_leaves(leaves: list[Any], mutated: Mapping[int, jax.Array | torch.Tensor]) -> None:
+    """Write the new values of arguments that the program changed in place.
+
+    Tensors are values with a graph.
+    """
     for index, value in mutated.items():
         leaf = leaves[int(index)]
-        if isinstance(leaf, TracedTensor):
+        if isinstance(value, torch.Tensor):
+            with torch.enable_grad():  # its graph goes on from there
+                leaf.copy_(value)
+        elif isinstance(leaf, TracedTensor):
             leaf.write(value)
         elif isinstance(leaf, torch.Tensor):
             with torch.no_grad():
@@ -328,9 +335,7 @@ def refuse_offsets(leaves: list[Any], paths: list[str], placed: list[int]) -> No
             )
 
 
-def refuse_shared_memory(
-    leaves: list[Any], paths: list[str], mutated: dict[int, jax.Array]
-) -> None:
+def refuse_shared_memory(leaves: list[Any], paths: list[str], mutated: Mapping[int, Any]) -> None:
     """Refuse a write to one of two arguments that share memory.
 
     Eager changes both, which the program cannot do.

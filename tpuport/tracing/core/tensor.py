@@ -453,7 +453,7 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
         """Return what eager does: whether this tensor was not computed from one with a gradient."""
-        return self._is_leaf or not self.requires_grad
+        return self._is_parameter or not self.requires_grad
 
     @property
     def _is_parameter(self) -> bool:

@@ -374,13 +374,7 @@ class Tracer:
         check(outcome.changed)
         outcome.placed = placed
         refuse_effects(request.lengths, made, before, outcome)
-        for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
-            if version(tensor) != known or (
-                isinstance(tensor, torch.Tensor)
-                and trace.promoted
-                and trace.alias(tensor) is not None
-            ):
-                outcome.mutated[index] = value_of(tensor)
+        _note_written(outcome, made, before)
         # Last, because results that are narrowed are checked.
         if trace.recorder.checks and trace.error_code is not None:
             outcome.error_code = trace.error_code.value
@@ -563,3 +557,15 @@ def no_fused_kernels() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+def _note_written(outcome: TraceResult, made: list[Any], before: list[Any]) -> None:
+    """Note the arguments that the call wrote to, of the versions that they had before."""
+    trace = outcome.trace
+    for index, (tensor, known) in enumerate(zip(made, before, strict=True)):
+        if version(tensor) != known or (
+            isinstance(tensor, torch.Tensor) and trace.promoted and trace.alias(tensor) is not None
+        ):
+            outcome.mutated[index] = value_of(tensor)
+    flow = (i for i in outcome.mutated if isinstance(made[i], TracedTensor))
+    outcome.written = frozenset(i for i in flow if made[i].requires_grad and not made[i].is_leaf)

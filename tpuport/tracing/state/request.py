@@ -50,6 +50,7 @@ class Flows:
         inner: The floating outputs that others are computed from, by number, as the program makes
             them. Those that are one value are together.
         unsure: The floating outputs of which nobody can tell whether others are computed from them.
+        arguments: The arguments, by index, that the call gave a value with a gradient.
     """
 
     state: tuple[str, ...]
@@ -57,6 +58,14 @@ class Flows:
     leaves: "tuple[tuple[NewLeaf, tuple[int, ...]], ...]" = ()
     inner: tuple[tuple[int, ...], ...] = ()
     unsure: tuple[int, ...] = ()
+    arguments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Written:
+    """An argument that the call wrote to, by index."""
+
+    index: int
 
 
 @dataclass
@@ -92,6 +101,8 @@ class TraceResult:
     bound: frozenset[str] = frozenset()
     # The names of other tensors, no leaves, that the call wrote to, and that have a graph.
     computed: frozenset[str] = frozenset()
+    # The arguments of `mutated` that are no leaves and have a graph.
+    written: frozenset[int] = frozenset()
     # What those tensors share memory with, by name: arguments, state before the call, one another.
     state_aliases: "dict[str, Alias]" = field(default_factory=dict)
     # The outputs, by index, that are also bound to a name of the state, and that name.
