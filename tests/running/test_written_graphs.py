@@ -69,6 +69,22 @@ class ReturnsARow(Keeps):
         return self.hidden[0]
 
 
+class Balances(nn.Module):
+    """Adds a value with a gradient to a buffer and an attribute that had none."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(9.0).reshape(3, 3) / 9)
+        self.register_buffer("loads", torch.zeros(3))
+        self.hidden = torch.zeros(2, 3)
+
+    def forward(self, x):
+        found = x @ self.weight
+        self.loads.mul_(0.5).add_(found.sum(0))
+        self.hidden.mul_(0.5).add_(found)
+        return self.hidden * 2 + self.loads
+
+
 class InAList(Keeps):
     def step(self, x):
         if self.items:
@@ -91,6 +107,7 @@ def seen(make, device):
     """What a script sees of four calls, and what gradients it gets through them."""
     torch.manual_seed(0)
     net, found, results = make().to(device), [], []
+    net.hidden = None if net.hidden is None else net.hidden.to(device)
     for value in (1.0, 2.0, 3.0, 4.0):
         out = net(torch.full((2, 3), value, device=device))
         results.append(out)
@@ -102,7 +119,7 @@ def seen(make, device):
     return [*found, net.hidden.tolist()]
 
 
-@pytest.mark.parametrize("make", Keeps.__subclasses__())
+@pytest.mark.parametrize("make", [*Keeps.__subclasses__(), Balances])
 def test_state_with_a_graph_is_written_in_place_as_in_eager(make):
     expected = seen(make, "cpu")
     with tpuport.porting():

@@ -36,7 +36,11 @@ def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
         if isinstance(tensor, TracedTensor) and isinstance(old, TracedTensor):
             if tensor._storage is not old._storage:  # a clone has the same array
                 outcome.state.setdefault(name, tensor._elem)
-    written = {name: after.leaves[name] for name in outcome.state.keys() - outcome.bound}
+    written = {
+        name: stand_in(trace, after.leaves[name])
+        for name in outcome.state.keys() - outcome.bound
+        if isinstance(after.leaves[name], torch.Tensor)
+    }
     outcome.computed = frozenset(
         name
         for name, t in written.items()
