@@ -420,3 +420,27 @@ def test_a_write_to_a_tensor_that_the_call_moved_in_its_dict_is_seen_at_its_new_
     expected = seen("cpu")
     with tpuport.porting():
         assert seen("cuda") == expected
+
+
+def test_a_result_that_is_a_plain_attribute_which_the_call_wrote_is_that_tensor():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.counts = nn.Parameter(torch.ones(2)), torch.zeros(2)
+
+        def forward(self, x):
+            self.counts.add_(x)
+            return self.counts, self.counts[1:]
+
+    def seen(device):
+        net, found = Counts().to(device), []
+        net.counts = net.counts.to(device)
+        for value in (1.0, 2.0, 3.0):
+            whole, part = net(torch.full((2,), value, device=device))
+            whole[0], part[0] = 5.0, 7.0
+            found += [whole.tolist(), part.tolist(), net.counts.tolist()]
+        return found
+
+    expected = seen("cpu")
+    with tpuport.porting():
+        assert seen("cuda") == expected

@@ -122,11 +122,11 @@ class LeftTensors:
     def share_buffers(
         self, out: Any, results: list[tuple[torch.Tensor, Alias]], tree: StateTree
     ) -> Any:
-        """Let results share the memory of the user's own buffers, which have their new values.
+        """Let results share the memory of the user's own state, which has its new values.
 
         Args:
             out: what the call returns.
-            results: the results in it that share memory, each with the part of a buffer that it is.
+            results: the results in it that share memory, each with the part of a tensor that it is.
             tree: the user's tensors after the call.
 
         Returns:
@@ -136,7 +136,7 @@ class LeftTensors:
         with_graph: dict[int, torch.Tensor] = {}
         for result, alias in results:
             is_computed = alias.of in self.computed
-            is_own = is_computed or alias.of in tree.registered or alias.of in self.bound
+            is_own = alias.of in tree.registered or alias.of in self._metas
             owner = tree.leaves.get(str(alias.of)) if is_own else None
             if not isinstance(owner, torch.Tensor) or not (alias.is_same or alias.is_exact):
                 continue
