@@ -587,6 +587,7 @@ class LiveModel(PortedModel):
             return []
         with call.compared():
             have = gradients.gradients(sums, list(ours.values()), retain_graph=True)
+        self._verifier.kept = jax.tree.leaves(call.pull)
         return parity.paired(want, dict(zip(ours, have, strict=True)))
 
     def _eager_gradients(self, found: Reference) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Gradients of a port beside those of eager PyTorch."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ from tpuport.foundation.interop import backend
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.same_numbers import DrewInBackward
 from tpuport.model.parity.structure import Pair, comparable
-from tpuport.model.parity.verify import Reference
+from tpuport.model.parity.verify import Reference, Verifier
 from tpuport.reports.records import Kind
-from tpuport.tracing.core.gradient_paths import as_torch, value_and_grad
+from tpuport.tracing.core.gradient_paths import as_torch, kept_value_and_grad, value_and_grad
 from tpuport.tracing.core.reentrancy import comparing_gradients
 from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.scan_layers import stacked_params
@@ -128,12 +128,13 @@ def _other_leaves(
 
 
 def of_port(
-    ported: Any, call: Call, names: Collection[str]
+    verifier: Verifier, call: Call, names: Collection[str]
 ) -> tuple[dict[str, jax.Array | None], set[str]]:
     """Return the port's gradients of the sums of `projected`, by parameter.
 
     Return too the names of those that may be zeros where eager PyTorch has None.
     """
+    ported = verifier.ported
     rest = {name: value for name, value in call.state.items() if name not in names}
 
     def loss(params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -146,10 +147,23 @@ def of_port(
         return sum(sums, jnp.zeros(())), None
 
     with ported._precision_scope():
-        _, made, has_gradient = jax.jit(value_and_grad(loss))(
-            {name: call.state[name] for name in names}
-        )
+        of = {name: call.state[name] for name in names}
+        made, has_gradient, verifier.kept = differentiated(loss)(of)
     return by_parameter(made, has_gradient)
+
+
+def differentiated(loss: Callable[..., Any], options: Any = None) -> Callable[..., Any]:
+    """Return a program of the gradients of a loss, which are compared.
+
+    It returns them, what `value_and_grad` says of them, and what their backward pass is given: on
+    the host, whose memory holds the same of eager PyTorch. On an accelerator it would take memory
+    that the program itself may need.
+    """
+    if jax.default_backend() == "cpu":
+        run = jax.jit(kept_value_and_grad(loss), compiler_options=options)
+        return lambda params: run(params)[1:]
+    plain = jax.jit(value_and_grad(loss), compiler_options=options)
+    return lambda params: (*plain(params)[1:], [])
 
 
 def by_parameter(made: Any, has_gradient: Any) -> tuple[dict[str, jax.Array | None], set[str]]:
