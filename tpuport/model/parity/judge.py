@@ -151,6 +151,8 @@ class Judge:
         self._decisions = _PortDecisions(KeptArrays(kept))
         # What is compared with eager PyTorch that takes the port's decisions.
         self._records: dict[int, Parity] = {}
+        # The first run in float64, if it has been made, and its mode.
+        self._exact: tuple[Float64, Reference] | None = None
 
     def note(self, index: int, kind: Kind, pair: Pair, record: Parity) -> None:
         """Add a value to the question."""
@@ -168,10 +170,11 @@ class Judge:
         """
         own = {index: doubt.pair for index, doubt in self._doubts.items()}
         try:
-            self._take_decisions(compare)
+            again = self._take_decisions(compare)
             if not self._doubts:
                 return ""
-            if not self._repeats([own[index] for index in self._doubts]):
+            again = again or self._values(contextlib.nullcontext())
+            if not all(_same(own[index], again) for index in self._doubts):
                 return NOT_REPEATED
             self._run_in_float64()
         except Exception as error:  # any code of the user's may raise anything in float64
@@ -179,22 +182,26 @@ class Judge:
             return f"eager PyTorch does not run in float64 ({type(error).__name__}: {first})"
         return "; ".join(f"{op} has no float64 ({why})" for op, why in self._narrow.items())
 
-    def _take_decisions(self, compare: Compare) -> None:
-        """Compare with eager PyTorch that takes the port's decisions; keep what differs still."""
+    def _take_decisions(self, compare: Compare) -> dict[str, Any] | None:
+        """Compare with eager PyTorch that takes the port's decisions; keep what differs still.
+
+        Returns:
+            What eager PyTorch gives, if no decision is another one.
+        """
         decisions = self._decisions
         if not (self._doubts and decisions.kept):
-            return
+            return None
         wide = Float64()
-        margins, numbers = Margins(wide), SameNumbers(self._call.key)
+        margins = Margins(wide)
         with no_fused_kernels():
-            self._verifier.run(self._call, numbers, wide, margins)
-        if not margins.calls:
-            return
+            exact = self._run(wide, margins)
+        self._exact = wide, exact
         decisions.exact = margins.calls
         turned = Turned(decisions.kept, margins.calls)
         values = self._values(contextlib.nullcontext(), turned)
         if not turned.count:
-            return
+            return values
+        self._exact = None
         decisions.reaches = turned.reaches
         for index, doubt in list(self._doubts.items()):
             want = values.get(doubt.pair.path)
@@ -207,6 +214,7 @@ class Judge:
                 del self._doubts[index]
             else:
                 self._doubts[index] = _Doubt(doubt.kind, pair, doubt.tolerance)
+        return None
 
     def _run_in_float64(self) -> None:
         for seed, errors in enumerate(_RUNS):
@@ -226,14 +234,8 @@ class Judge:
         eager, port, share = doubt.share()
         return dataclasses.replace(record, eager_error=eager, port_error=port, rounding=share)
 
-    def _repeats(self, found: list[Pair]) -> bool:
-        """Return whether eager PyTorch gives the same values again: nothing outside changes it."""
-        values = self._values(contextlib.nullcontext())
-        return all(
-            pair.path in values
-            and torch.equal(*(as_tensor(v).nan_to_num() for v in (values[pair.path], pair.want)))
-            for pair in found
-        )
+    def _run(self, *modes: Any) -> "Reference":
+        return self._verifier.run(self._call, SameNumbers(self._call.key), *modes)
 
     def _values(self, mode: Any, *modes: Any) -> dict[str, Any]:
         """Run eager PyTorch; return its values by the paths of their comparison.
@@ -242,7 +244,7 @@ class Judge:
             mode: The mode of the run and of its backward pass.
             *modes: Modes of the run.
         """
-        found = self._verifier.run(self._call, SameNumbers(self._call.key), mode, *modes)
+        found = self._run(mode, *modes)
         return {**_results(found), **self._derivatives(found, mode)}
 
     def _add(self, mode: Float64, *, whole: bool) -> None:
@@ -253,7 +255,11 @@ class Judge:
             whole: Whether these are the integers and bools, or the others.
         """
         with no_fused_kernels():
-            values = self._values(mode, *self._decisions.modes(mode))
+            if self._exact is not None and not mode.errors and not whole:
+                (mode, found), self._exact = self._exact, None
+                values = {**_results(found), **self._derivatives(found, mode)}
+            else:
+                values = self._values(mode, *self._decisions.modes(mode))
         self._narrow.update(mode.narrow)
         for doubt in (one for one in self._doubts.values() if one.is_whole is whole):
             value = values.get(doubt.pair.path)
@@ -270,6 +276,13 @@ class Judge:
         with mode, torch.enable_grad():
             made = self._gradients(found)
         return {f"grad.{name}": value for name, value in made.items()}
+
+
+def _same(pair: Pair, values: dict[str, Any]) -> bool:
+    """Return whether eager PyTorch gives a value again: nothing outside changes it."""
+    return pair.path in values and torch.equal(
+        *(as_tensor(value).nan_to_num() for value in (values[pair.path], pair.want))
+    )
 
 
 def _results(found: "Reference") -> dict[str, Any]:
