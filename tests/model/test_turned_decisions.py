@@ -182,7 +182,7 @@ FAULTS = {
 )
 def test_a_fault_beside_a_turned_decision_is_found(name, fault):
     with pytest.raises(ParityError, match="differs from eager PyTorch"):
-        gradients_compared(Net(*KINKS[name], fault))
+        gradients_compared(Net(*KINKS[name], fault=fault))
 
 
 @pytest.mark.parametrize("margin", [1e-5, 1e-4])

@@ -1,7 +1,7 @@
 """Gradients of a port beside those of eager PyTorch."""
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +20,24 @@ from tpuport.tracing.core.gradient_paths import as_torch, kept_value_and_grad, v
 from tpuport.tracing.core.reentrancy import comparing_gradients
 from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.scan_layers import stacked_params
+
+# Blocks that are entered, of any thread: a script may run its steps on another one.
+_LEFT_OUT: list[None] = []
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Let calls under `porting()` in the block compare no gradients: something else does."""
+    _LEFT_OUT.append(None)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.pop()
+
+
+def are_left_out() -> bool:
+    """Return whether gradients are compared by something else."""
+    return bool(_LEFT_OUT)
 
 
 def projection(shape: Sequence[int], index: int) -> np.ndarray:
