@@ -11,6 +11,7 @@ from torch import nn
 
 import tpuport
 from tpuport.foundation.errors import ParityError
+from tpuport.model.parity import turned
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.training import make_train_step
 
@@ -85,9 +86,9 @@ def gradients_compared(net, shape=(16, 12)):
 @pytest.mark.parametrize("name", KINKS)
 def test_a_decision_that_rounding_turned_is_taken_as_the_port_did(name):
     records = gradients_compared(Net(*KINKS[name]))
-    turned = {record.path: record for record in records if record.turned}
-    assert "grad.first.weight" in turned
-    assert all(record.max_rel <= record.tolerance for record in turned.values())
+    taken = {record.path: record for record in records if record.turned}
+    assert "grad.first.weight" in taken
+    assert all(record.max_rel <= record.tolerance for record in taken.values())
 
 
 def compared_by_convert(net, blocks="auto"):
@@ -112,9 +113,9 @@ def compared_by_step(net):
 
 @pytest.mark.parametrize("compare", [compared_by_convert, compared_by_step])
 def test_other_comparisons_take_the_decisions_of_the_port(compare):
-    turned = [record for record in compare(Net(*KINKS["relu"])) if record.turned]
-    assert any(record.path.endswith("first.weight") for record in turned)
-    assert all(record.ok for record in turned)
+    taken = [record for record in compare(Net(*KINKS["relu"])) if record.turned]
+    assert any(record.path.endswith("first.weight") for record in taken)
+    assert all(record.ok for record in taken)
 
 
 class Pooled(nn.Module):
@@ -189,3 +190,14 @@ def test_a_fault_beside_a_turned_decision_is_found(name, fault):
 def test_a_number_further_from_a_kink_than_rounding_reaches_is_on_its_side(margin):
     with pytest.raises(ParityError, match="differs from eager PyTorch"):
         gradients_compared(Net(*KINKS["relu"], margin=margin))
+
+
+def test_what_cannot_be_looked_at_is_said_and_judged_in_float64(monkeypatch):
+    def broken(*args):
+        raise ValueError("no decisions")
+
+    monkeypatch.setattr(turned, "decisions", broken)
+    ported = tpuport.convert(Net(*KINKS["relu"], fault="scaled gradient"), verify=False)
+    with pytest.raises(ParityError, match="from its result in float64"):
+        ported.verify(torch.randn(16, 12, generator=torch.Generator().manual_seed(1)))
+    assert any("not looked at (ValueError: no decisions)" in n for n in ported.report.notes)

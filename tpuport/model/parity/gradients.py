@@ -21,6 +21,8 @@ from tpuport.tracing.core.reentrancy import comparing_gradients
 from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.scan_layers import stacked_params
 
+# So many bytes of numbers are kept of a program whose gradients are compared.
+_MOST_KEPT = 1 << 30
 # Blocks that are entered, of any thread: a script may run its steps on another one.
 _LEFT_OUT: list[None] = []
 
@@ -174,14 +176,21 @@ def differentiated(loss: Callable[..., Any], options: Any = None) -> Callable[..
     """Return a program of the gradients of a loss, which are compared.
 
     It returns them, what `value_and_grad` says of them, and what their backward pass is given: on
-    the host, whose memory holds the same of eager PyTorch. On an accelerator it would take memory
-    that the program itself may need.
+    the host, whose memory holds the same of eager PyTorch, and there all masks and not too many
+    numbers. On an accelerator it would take memory that the program itself may need.
     """
-    if jax.default_backend() == "cpu":
-        run = jax.jit(kept_value_and_grad(loss), compiler_options=options)
-        return lambda params: run(params)[1:]
-    plain = jax.jit(value_and_grad(loss), compiler_options=options)
-    return lambda params: (*plain(params)[1:], [])
+    if jax.default_backend() != "cpu":
+        plain = jax.jit(value_and_grad(loss), compiler_options=options)
+        return lambda params: (*plain(params)[1:], [])
+
+    def kept(params: Any) -> Any:
+        _, made, has_gradient, arrays = kept_value_and_grad(loss)(params)
+        masks = [one for one in arrays if one.dtype == jnp.bool_]
+        numbers = [one for one in arrays if jnp.issubdtype(one.dtype, jnp.floating)]
+        few = sum(one.nbytes for one in numbers) <= _MOST_KEPT
+        return made, has_gradient, masks + (numbers if few else [])
+
+    return jax.jit(kept, compiler_options=options)
 
 
 def by_parameter(made: Any, has_gradient: Any) -> tuple[dict[str, jax.Array | None], set[str]]:

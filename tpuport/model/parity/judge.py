@@ -169,8 +169,16 @@ class Judge:
             Why it could not, or an empty string.
         """
         own = {index: doubt.pair for index, doubt in self._doubts.items()}
+        again = None
         try:
             again = self._take_decisions(compare)
+        except Exception as error:  # as below, which says so then; an op may be a strange one
+            self._decisions = _PortDecisions(KeptArrays(()))
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._verifier.ported.report.notes.append(
+                f"decisions that rounding may have turned were not looked at ({said})"
+            )
+        try:
             if not self._doubts:
                 return ""
             again = again or self._values(contextlib.nullcontext())
