@@ -46,6 +46,7 @@ class Net(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
             self.first.bias[0] += 7  # some numbers are beyond every kink
         self.function, self.point, self.fault = function, point, fault
+        self.rounded_away = False
         # The nearest numbers on both sides.
         self.margin = max(1e-8, abs(point) * 2**-23) if margin is None else margin
 
@@ -53,6 +54,8 @@ class Net(nn.Module):
         h = self.first(x)
         near = torch.zeros_like(h)
         near[3, 2] = self.point + (-self.margin if is_traced(x) else self.margin)
+        if self.rounded_away:
+            near[3, 2] = 1e-8 if is_traced(x) else (near[0, 0] + 1e-9 + 1) - 1
         moved = torch.zeros_like(h)
         moved[3, 2] = 1.0
         moved[5, 4] = 1.0  # which is zero exactly
@@ -109,6 +112,14 @@ def compared_by_step(net):
     step = make_train_step(ported, optimizer="sgd")
     step(step.init(), torch.randn(16, 12, generator=torch.Generator().manual_seed(1)))
     return ported.report.parity
+
+
+def test_a_number_that_rounding_takes_to_the_kink_exactly_is_open():
+    """Eager PyTorch has zero there; it is none in float64."""
+    net = Net(*KINKS["relu"], margin=0.0)
+    net.rounded_away = True
+    taken = {record.path for record in gradients_compared(net) if record.turned}
+    assert "grad.first.weight" in taken
 
 
 @pytest.mark.parametrize("compare", [compared_by_convert, compared_by_step])

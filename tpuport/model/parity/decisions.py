@@ -58,12 +58,22 @@ class CallDecisions:
         sizes = self.margins.abs()
         return torch.where((sizes > 0) & sizes.isfinite(), sizes, torch.inf)
 
-    def open(self, far: float) -> torch.Tensor:
+    @property
+    def ties(self) -> torch.Tensor | None:
+        """Return which numbers are at a kink exactly; None if there are none."""
+        ties = self.margins == 0
+        return ties if bool(ties.any()) else None
+
+    def open(self, far: float, ties: torch.Tensor | None) -> torch.Tensor:
         """Return the positions of decisions that rounding may turn, if it reaches so far.
 
-        It takes any number over its last bits.
+        It takes any number over its last bits, but not one that is at the kink exactly in float64,
+        too: `ties` are those.
         """
-        return (self.sizes <= self.units.clamp(min=far)).nonzero()[:, 0]
+        near = self.margins.abs() <= self.units.clamp(min=far)
+        if ties is not None:
+            near &= ~(ties & (self.margins == 0))
+        return near.nonzero()[:, 0]
 
     @property
     def samples(self) -> torch.Tensor:
@@ -187,7 +197,8 @@ class _Regions:
         numbers, margin = value[positions], self._margins[positions]
         # Beyond the nearest kink, by as much as there is to it, is the next region.
         self._ours = self._region(numbers, positions)
-        self._theirs = self._region(numbers - 2 * margin, positions)
+        beyond = torch.where(margin == 0, _next(numbers, up=margin == 0), numbers - 2 * margin)
+        self._theirs = self._region(beyond, positions)
         # Of so many elements, where those of each region are that are beyond rounding.
         self._inside: dict[int, list[torch.Tensor]] = {}
 

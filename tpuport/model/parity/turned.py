@@ -59,10 +59,17 @@ class KeptArrays:
 
 @dataclass(frozen=True)
 class CallSamples:
-    """A call of an op that decides, and how far some of its numbers are from their kinks."""
+    """A call of an op that decides.
+
+    Attributes:
+        form: The op, and the shape of what it decides on.
+        margins: How far some of its numbers are from their kinks.
+        ties: Which numbers are at a kink exactly, if any are.
+    """
 
     form: tuple[str, tuple[int, ...]]
     margins: torch.Tensor
+    ties: torch.Tensor | None
 
 
 class Margins(TorchDispatchMode):
@@ -91,15 +98,15 @@ class Margins(TorchDispatchMode):
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
             made = decisions(func, args, kwargs, self._wide.value)
             if made is not None:
-                self.calls.append(CallSamples(_form(func, args), made.samples))
+                self.calls.append(CallSamples(_form(func, args), made.samples, made.ties))
         return func(*args, **kwargs)
 
 
 class Turned(TorchDispatchMode):
     """A mode in which eager PyTorch takes the decisions of a port, where they are open.
 
-    Open is a decision whose number is within what rounding moves the numbers of the call by. An
-    exact tie is not open.
+    Open is a decision whose number is within what rounding moves the numbers of the call by. One
+    that is at the kink exactly in float64 is not open.
 
     Args:
         kept: What the port kept for its backward pass.
@@ -160,7 +167,7 @@ class Turned(TorchDispatchMode):
             far = self.reaches[number]
         else:
             far = self._known[number] if number < len(self._known) else 0.0
-        positions = made.open(far)
+        positions = made.open(far, self._exact[number].ties)
         if not len(positions) or _memory(x) not in self._own:
             return
         turned = self._turned(made, x, positions, far)
