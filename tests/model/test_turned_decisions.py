@@ -26,6 +26,7 @@ KINKS = {
     "relu in place": (lambda h: F.relu(h * 1, inplace=True), 0.0),
     "leaky_relu": (lambda h: F.leaky_relu(h, 0.1), 0.0),
     "relu6": (F.relu6, 6.0),
+    "relu6 in place": (lambda h: F.relu6(h * 1, inplace=True), 0.0),
     "hardswish": (F.hardswish, -3.0),
     "abs": (torch.abs, 0.0),
     "clamp": (lambda h: h.clamp(-0.5, 0.5), -0.5),

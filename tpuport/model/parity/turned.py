@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 from tpuport.model.parity.decisions import CallDecisions, decisions, reach
 from tpuport.model.parity.float64 import Float64
 
+_CLONE = torch.ops.aten.clone.default
+
 
 class KeptArrays:
     """What a program keeps for its backward pass, by shape.
@@ -140,6 +142,8 @@ class Turned(TorchDispatchMode):
         # The memory that the run has made itself: nothing else is written to.
         self._own: set[int] = set()
         self._used: set[Any] = set()
+        # The copy that autograd makes of what an op in place is about to overwrite.
+        self._copied: tuple[int, torch.Tensor] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -150,6 +154,7 @@ class Turned(TorchDispatchMode):
             if made is not None:
                 self._take(_form(func, args), args[0], made)
         result = func(*args, **kwargs)
+        self._copied = (_memory(args[0]), result) if func is _CLONE else None
         given = {0, *(_memory(leaf) for leaf in tree_leaves((args, kwargs)))}
         self._own |= {_memory(leaf) for leaf in tree_leaves(result)} - given
         return result
@@ -173,6 +178,8 @@ class Turned(TorchDispatchMode):
         turned = self._turned(made, x, positions, far)
         if turned is not None and bool(turned.any()):
             made.turn(positions[turned])
+            if self._copied is not None and self._copied[0] == _memory(x):
+                self._copied[1].data.copy_(x)
             self.count += int(turned.sum())
 
     def _turned(
