@@ -176,6 +176,14 @@ class TestParity:
         assert "which is rounding: from its result in float64, eager PyTorch is 1e-9 away" in text
         assert "2e-9 abs 4e-9 abs" in text
 
+    def test_decisions_that_rounding_turned_are_told(self) -> None:
+        taken = replace(compare([1.0], [1.00001]), turned=7)
+        text = " ".join(str(PortReport("Model", parity=[taken, GOOD], verified=True)).split())
+        assert "takes up to 7 decisions as the port does where 1 value of these are" in text
+        wrong = replace(compare([1.0], [2.0]), turned=1, eager_error=1e-9, port_error=1.0)
+        text = " ".join(str(PortReport("Model", parity=[wrong])).split())
+        assert "the port 1, with 1 decision of rounding taken as the port does." in text
+
     @pytest.mark.parametrize(
         "change",
         [

@@ -345,7 +345,7 @@ class PortedModel(PortedState):
             want = gradients.of_reference(expected)
             if not want:
                 return
-            pairs = gradients.paired(want, *gradients.of_port(self, call, names))
+            pairs = gradients.paired(want, *gradients.of_port(verifier, call, names))
             records = verifier.check(call, expected, pairs, gradients.of_reference)
         self._judge(call, verifier, records)
 

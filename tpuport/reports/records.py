@@ -33,6 +33,8 @@ class Parity:
             beyond the tolerance; None if there is no such result.
         port_error: The port's largest distance from that result.
         rounding: The share used of the distance that rounding explains, measured in float64.
+        turned: How many decisions, such as the sign that a ReLU sees, rounding has turned in the
+            port. Eager PyTorch takes them as the port does where this is compared.
         problem: Why the two cannot be compared (other shape or dtype, a missing value), or empty.
     """
 
@@ -50,6 +52,7 @@ class Parity:
     eager_error: float | None = None
     port_error: float | None = None
     rounding: float | None = None
+    turned: int = 0
     problem: str = ""
 
     @classmethod

@@ -98,9 +98,21 @@ def explanation(report: ReportData) -> str:
         within = f"{failed:,} of them out of tolerance" if failed else "all within tolerance"
         sentences.append(f"{plural(len(report.parity), 'value')} compared, {within}.")
         sentences.append(worst_value(worst))
+        sentences += _turned(report)
     for reason in _reasons(report):
         sentences.append(f"{reason[:1].upper()}{reason[1:].rstrip('.')}.")
     return " ".join(sentences)
+
+
+def _turned(report: ReportData) -> list[str]:
+    taken = [parity.turned for parity in report.parity if parity.turned]
+    if not taken:
+        return []
+    values, decisions = plural(len(taken), "value"), plural(max(taken), "decision")
+    return [
+        f"Eager PyTorch takes up to {decisions} as the port does where {values} of these are"
+        " compared: rounding turned them, as it may the sign that a ReLU sees."
+    ]
 
 
 def _reasons(report: ReportData) -> list[str]:
@@ -129,7 +141,9 @@ def from_float64(parity: Parity) -> str:
     if parity.eager_error is None or parity.port_error is None:
         return ""
     eager, port = number(parity.eager_error), number(parity.port_error)
-    return f"from its result in float64, eager PyTorch is {eager} away and the port {port}"
+    said = f"from its result in float64, eager PyTorch is {eager} away and the port {port}"
+    taken = f", with {plural(parity.turned, 'decision')} of rounding taken as the port does"
+    return said + (taken if parity.turned else "")
 
 
 def error_and_limit(parity: Parity) -> tuple[str, str]:

@@ -13,7 +13,6 @@ from tpuport.foundation.pytree.clone import clone_module
 from tpuport.model.parity import gradients
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.verify import Reference
-from tpuport.tracing.core.gradient_paths import value_and_grad
 from tpuport.training.call import PlacedArguments
 from tpuport.training.first_call_state import settled
 from tpuport.training.microbatches import in_parts
@@ -45,7 +44,7 @@ def compare_first(training: Training, state: TrainState, call: PlacedArguments) 
         values = [part[0] if one.ndim else one for part, one in zip(parts, values, strict=True)]
         key = jax.random.fold_in(key, 0)
     with ported.report.timed("verify"):
-        have = settled(lambda: _of_program(training, state, call, values, key))
+        have, verifier.kept = settled(lambda: _of_program(training, state, call, values, key))
         described = _described(training, state, call, values, key)
         expected = verifier.reference(described)
         pairs = gradients.paired(_of_eager(expected), *have)
@@ -56,8 +55,11 @@ def compare_first(training: Training, state: TrainState, call: PlacedArguments) 
 
 def _of_program(
     training: Training, state: TrainState, call: PlacedArguments, values: list[Any], key: Any
-) -> tuple[dict[str, Any], set[str]]:
-    """Return the gradients of the loss by parameter, as a step computes them."""
+) -> tuple[tuple[dict[str, Any], set[str]], list[Any]]:
+    """Return the gradients of the loss by parameter, as a step computes them.
+
+    Return too what their backward pass is given.
+    """
     batch = Batch(
         values, _metas(call, values), call.spec, call.paths, known_values(values, accumulate=1)
     )
@@ -68,9 +70,8 @@ def _of_program(
 
     with training.ported._precision_scope():
         options = _ONCE if jax.default_backend() == "cpu" else None
-        run = jax.jit(value_and_grad(loss), compiler_options=options)
-        _, made, has_gradient = run(state.params)
-    return gradients.by_parameter(made, has_gradient)
+        made, has_gradient, kept = gradients.differentiated(loss, options)(state.params)
+    return gradients.by_parameter(made, has_gradient), kept
 
 
 def _described(

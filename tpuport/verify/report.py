@@ -25,6 +25,7 @@ from tpuport.verify.compare import (
 from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_replayed
 from tpuport.verify.hub import OFFLINE, why_unreachable
 from tpuport.verify.imports import packages_of
+from tpuport.verify.left_gradients import LEFT
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
@@ -174,7 +175,7 @@ def verify(
             f"The script fails in eager PyTorch (exit status {eager.status}), {NO_REFERENCE}."
             f" It ends with:\n{eager.tail}"
         )
-    ported = run(what, PORTED, out, {"around": [NOTED]})
+    ported = run(what, PORTED, out, {"around": [NOTED, LEFT]})
     failed = not ported.recorded
     stages, notes, undecided = [], [], ""
     if not failed:

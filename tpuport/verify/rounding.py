@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from tpuport.model.parity.decisions import reach
 from tpuport.verify.compare import (
     Limits,
     Recording,
@@ -29,8 +30,6 @@ from tpuport.verify.compare import (
 from tpuport.verify.kinks import FILE
 from tpuport.verify.processes import DISTURBED, MORE_TIME, VerifiedScript, run
 
-# A decision is open if its margin is at most so many times what rounding moves the numbers by.
-_REACH = 8.0
 # So many open decisions are tried, the likeliest ones: each takes a run.
 _MOST_OPEN = 12
 # A run in float64, with all decisions noted, takes longer than the eager one, of which the time is
@@ -330,16 +329,12 @@ def open_decisions(
     """
     found = []
     for number, (mine, theirs) in enumerate(zip(calls, other, strict=True)):
-        moved = torch.tensor(mine["samples"]).double() - torch.tensor(theirs["samples"]).double()
-        moved = moved.abs()[moved != 0]
-        if not moved.numel():
-            continue
-        reach = _REACH * float(moved.median())
+        far = reach(torch.tensor(mine["samples"]), torch.tensor(theirs["samples"]))
         what = f"{mine['op'].removeprefix('aten.').partition('.')[0]}{mine['shape']}"
         found += [
-            OpenDecision(number, position, side, abs(margin), reach, what)
+            OpenDecision(number, position, side, abs(margin), far, what)
             for position, margin, side in mine["near"]
-            if abs(margin) <= reach
+            if abs(margin) <= far
         ]
     return sorted(found)
 

@@ -1,7 +1,7 @@
 """Gradients of a port beside those of eager PyTorch."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,32 @@ from tpuport.foundation.interop import backend
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.same_numbers import DrewInBackward
 from tpuport.model.parity.structure import Pair, comparable
-from tpuport.model.parity.verify import Reference
+from tpuport.model.parity.verify import Reference, Verifier
 from tpuport.reports.records import Kind
-from tpuport.tracing.core.gradient_paths import as_torch, value_and_grad
+from tpuport.tracing.core.gradient_paths import as_torch, kept_value_and_grad, value_and_grad
 from tpuport.tracing.core.reentrancy import comparing_gradients
 from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.scan_layers import stacked_params
+
+# So many bytes of numbers are kept of a program whose gradients are compared.
+_MOST_KEPT = 1 << 30
+# Blocks that are entered, of any thread: a script may run its steps on another one.
+_LEFT_OUT: list[None] = []
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """Let calls under `porting()` in the block compare no gradients: something else does."""
+    _LEFT_OUT.append(None)
+    try:
+        yield
+    finally:
+        _LEFT_OUT.pop()
+
+
+def are_left_out() -> bool:
+    """Return whether gradients are compared by something else."""
+    return bool(_LEFT_OUT)
 
 
 def projection(shape: Sequence[int], index: int) -> np.ndarray:
@@ -128,12 +148,13 @@ def _other_leaves(
 
 
 def of_port(
-    ported: Any, call: Call, names: Collection[str]
+    verifier: Verifier, call: Call, names: Collection[str]
 ) -> tuple[dict[str, jax.Array | None], set[str]]:
     """Return the port's gradients of the sums of `projected`, by parameter.
 
     Return too the names of those that may be zeros where eager PyTorch has None.
     """
+    ported = verifier.ported
     rest = {name: value for name, value in call.state.items() if name not in names}
 
     def loss(params: dict[str, jax.Array]) -> tuple[jax.Array, None]:
@@ -146,10 +167,30 @@ def of_port(
         return sum(sums, jnp.zeros(())), None
 
     with ported._precision_scope():
-        _, made, has_gradient = jax.jit(value_and_grad(loss))(
-            {name: call.state[name] for name in names}
-        )
+        of = {name: call.state[name] for name in names}
+        made, has_gradient, verifier.kept = differentiated(loss)(of)
     return by_parameter(made, has_gradient)
+
+
+def differentiated(loss: Callable[..., Any], options: Any = None) -> Callable[..., Any]:
+    """Return a program of the gradients of a loss, which are compared.
+
+    It returns them, what `value_and_grad` says of them, and what their backward pass is given: on
+    the host, whose memory holds the same of eager PyTorch, and there all masks and not too many
+    numbers. On an accelerator it would take memory that the program itself may need.
+    """
+    if jax.default_backend() != "cpu":
+        plain = jax.jit(value_and_grad(loss), compiler_options=options)
+        return lambda params: (*plain(params)[1:], [])
+
+    def kept(params: Any) -> Any:
+        _, made, has_gradient, arrays = kept_value_and_grad(loss)(params)
+        masks = [one for one in arrays if one.dtype == jnp.bool_]
+        numbers = [one for one in arrays if jnp.issubdtype(one.dtype, jnp.floating)]
+        few = sum(one.nbytes for one in numbers) <= _MOST_KEPT
+        return made, has_gradient, masks + (numbers if few else [])
+
+    return jax.jit(kept, compiler_options=options)
 
 
 def by_parameter(made: Any, has_gradient: Any) -> tuple[dict[str, jax.Array | None], set[str]]:

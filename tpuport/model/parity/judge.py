@@ -2,7 +2,8 @@
 
 Eager PyTorch in float64 is the truth. What eager PyTorch in float32 misses of it is rounding, and
 the port may miss as much, times a small factor. One float32 result may be near the truth by luck,
-so runs in float64 with rounding errors put in show how far another one could be. With larger errors
+so runs in float64 with rounding errors put in show how far another one could be. Decisions that
+rounding has turned in the port are taken as the port did, where they are known. With larger errors
 more decisions fall the other way (the sign that a ReLU sees, the largest of a window), of which any
 float32 result has a few: the change that they make does not grow with the errors.
 """
@@ -10,7 +11,7 @@ float32 result has a few: the change that they make does not grow with the error
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ from tpuport.model.parity.call import Call
 from tpuport.model.parity.float64 import Float64
 from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.structure import Pair, as_tensor, pairs
-from tpuport.reports.records import Parity
+from tpuport.model.parity.turned import CallSamples, KeptArrays, Margins, Turned
+from tpuport.reports.records import Kind, Parity
 from tpuport.tracing.session.tracer import no_fused_kernels
 from tpuport.tracing.state.module_state import state_tree
 
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 NOT_REPEATED = "eager PyTorch itself gives another result when it runs again"
 # How much further than eager PyTorch a port may be from the truth.
 FACTOR = 4.0
+# Compares a value with the usual tolerance.
+Compare = Callable[[Kind, Pair], Parity]
 # The runs in float64, by the size of the errors that are put in.
 _RUNS = (0, 1, 16, 16, 64)
 # Beyond this share of what rounding explains, more runs would not help.
@@ -40,6 +44,7 @@ _HOPELESS = 1e3
 class _Doubt:
     """A value in question, and its results in float64: the exact one first, then with errors."""
 
+    kind: Kind
     pair: Pair
     tolerance: float
     results: list[tuple[float, torch.Tensor]] = field(default_factory=list)
@@ -101,73 +106,153 @@ def _noise(
     return noise
 
 
+@dataclass
+class _PortDecisions:
+    """The decisions that rounding can turn, as the port took them.
+
+    Attributes:
+        kept: What the port kept for its backward pass.
+        exact: The decisions of a run in float64.
+        reaches: How far rounding reaches, by call of an op that decides.
+    """
+
+    kept: KeptArrays
+    exact: list[CallSamples] = field(default_factory=list)
+    reaches: list[float] = field(default_factory=list)
+
+    def modes(self, wide: Float64) -> list[Turned]:
+        """Return the modes in which a run in float64 takes them."""
+        if not self.reaches:
+            return []
+        return [Turned(self.kept, self.exact, wide=wide, reaches=self.reaches)]
+
+
 def nearer_than_rounding(record: Parity, pair: Pair, truth: Any) -> bool:
     """Return whether a value is as near to its result in float64 as eager PyTorch's is."""
     if record.problem or not math.isfinite(record.max_abs):
         return False
-    return _Doubt(pair, record.tolerance, [(0, as_tensor(truth))]).share()[2] <= 1
+    return _Doubt(record.kind, pair, record.tolerance, [(0, as_tensor(truth))]).share()[2] <= 1
 
 
 class Judge:
     """Judges the values of one call that differ from eager PyTorch beyond the tolerance."""
 
     def __init__(
-        self, verifier: "Verifier", call: Call, gradients: "Gradients | None" = None
+        self,
+        verifier: "Verifier",
+        call: Call,
+        gradients: "Gradients | None" = None,
+        kept: Iterable[Any] = (),
     ) -> None:
+        """Take a call, what returns eager's gradients, and what the port kept for its own."""
         self._verifier, self._call, self._gradients = verifier, call, gradients
         self._doubts: dict[int, _Doubt] = {}
         self._narrow: dict[str, str] = {}
+        self._decisions = _PortDecisions(KeptArrays(kept))
+        # What is compared with eager PyTorch that takes the port's decisions.
+        self._records: dict[int, Parity] = {}
+        # The first run in float64, if it has been made, and its mode.
+        self._exact: tuple[Float64, Reference] | None = None
 
-    def note(self, index: int, record: Parity, pair: Pair) -> None:
+    def note(self, index: int, kind: Kind, pair: Pair, record: Parity) -> None:
         """Add a value to the question."""
         if math.isfinite(record.max_abs):
-            self._doubts[index] = _Doubt(pair, record.tolerance)
+            self._doubts[index] = _Doubt(kind, pair, record.tolerance)
 
-    def run(self) -> str:
-        """Run eager PyTorch in float64 until the question is settled.
+    def run(self, compare: Compare) -> str:
+        """Run eager PyTorch until the question is settled: with the port's decisions, in float64.
+
+        Args:
+            compare: Compares a value with the usual tolerance.
 
         Returns:
             Why it could not, or an empty string.
         """
-        if not self._doubts:
-            return ""
+        own = {index: doubt.pair for index, doubt in self._doubts.items()}
+        again = None
+        try:
+            again = self._take_decisions(compare)
+        except Exception as error:  # as below, which says so then; an op may be a strange one
+            self._decisions = _PortDecisions(KeptArrays(()))
+            said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._verifier.ported.report.notes.append(
+                f"decisions that rounding may have turned were not looked at ({said})"
+            )
+        try:
+            if not self._doubts:
+                return ""
+            again = again or self._values(contextlib.nullcontext())
+            if not all(_same(own[index], again) for index in self._doubts):
+                return NOT_REPEATED
+            self._run_in_float64()
+        except Exception as error:  # any code of the user's may raise anything in float64
+            first = str(error).partition("\n")[0]
+            return f"eager PyTorch does not run in float64 ({type(error).__name__}: {first})"
+        return "; ".join(f"{op} has no float64 ({why})" for op, why in self._narrow.items())
+
+    def _take_decisions(self, compare: Compare) -> dict[str, Any] | None:
+        """Compare with eager PyTorch that takes the port's decisions; keep what differs still.
+
+        Returns:
+            What eager PyTorch gives, if no decision is another one.
+        """
+        decisions = self._decisions
+        if not (self._doubts and decisions.kept):
+            return None
+        wide = Float64()
+        margins = Margins(wide)
+        with no_fused_kernels():
+            exact = self._run(wide, margins)
+        self._exact = wide, exact
+        decisions.exact = margins.calls
+        turned = Turned(decisions.kept, margins.calls)
+        values = self._values(contextlib.nullcontext(), turned)
+        if not turned.count:
+            return values
+        self._exact = None
+        decisions.reaches = turned.reaches
+        for index, doubt in list(self._doubts.items()):
+            want = values.get(doubt.pair.path)
+            if want is None or as_tensor(want).shape != as_tensor(doubt.pair.want).shape:
+                continue
+            pair = dataclasses.replace(doubt.pair, want=want)
+            record = dataclasses.replace(compare(doubt.kind, pair), turned=turned.count)
+            self._records[index] = record
+            if record.ok:
+                del self._doubts[index]
+            else:
+                self._doubts[index] = _Doubt(doubt.kind, pair, doubt.tolerance)
+        return None
+
+    def _run_in_float64(self) -> None:
         for seed, errors in enumerate(_RUNS):
-            try:
-                if not errors and not self._repeats():
-                    return NOT_REPEATED
-                for whole in {one.is_whole for one in self._doubts.values()}:
-                    self._add(Float64(errors, seed, as_held=not whole), whole=whole)
-            except Exception as error:  # any code of the user's may raise anything in float64
-                first = str(error).partition("\n")[0]
-                return f"eager PyTorch does not run in float64 ({type(error).__name__}: {first})"
+            for whole in {one.is_whole for one in self._doubts.values()}:
+                self._add(Float64(errors, seed, as_held=not whole), whole=whole)
             shares = [one.share()[2] for one in self._doubts.values() if one.results]
             open_ones = [share for share in shares if share > 1]
             if not open_ones or (errors > 1 and min(open_ones) > _HOPELESS):
                 break
-        return "; ".join(f"{op} has no float64 ({why})" for op, why in self._narrow.items())
 
     def verdict(self, index: int, record: Parity) -> Parity:
-        """Return the record of a value, with what float64 says of it."""
+        """Return the record of a value, with what further runs say of it."""
+        record = self._records.get(index, record)
         doubt = self._doubts.get(index)
         if doubt is None or not doubt.results:
             return record
         eager, port, share = doubt.share()
         return dataclasses.replace(record, eager_error=eager, port_error=port, rounding=share)
 
-    def _repeats(self) -> bool:
-        """Return whether eager PyTorch gives the same values again: nothing outside changes it."""
-        values = self._values(contextlib.nullcontext())
-        return all(
-            doubt.pair.path in values
-            and torch.equal(
-                *(as_tensor(v).nan_to_num() for v in (values[doubt.pair.path], doubt.pair.want))
-            )
-            for doubt in self._doubts.values()
-        )
+    def _run(self, *modes: Any) -> "Reference":
+        return self._verifier.run(self._call, SameNumbers(self._call.key), *modes)
 
-    def _values(self, mode: Any) -> dict[str, Any]:
-        """Run eager PyTorch under a mode; return its values by the paths of their comparison."""
-        found = self._verifier.run(self._call, SameNumbers(self._call.key), mode)
+    def _values(self, mode: Any, *modes: Any) -> dict[str, Any]:
+        """Run eager PyTorch; return its values by the paths of their comparison.
+
+        Args:
+            mode: The mode of the run and of its backward pass.
+            *modes: Modes of the run.
+        """
+        found = self._run(mode, *modes)
         return {**_results(found), **self._derivatives(found, mode)}
 
     def _add(self, mode: Float64, *, whole: bool) -> None:
@@ -178,7 +263,11 @@ class Judge:
             whole: Whether these are the integers and bools, or the others.
         """
         with no_fused_kernels():
-            values = self._values(mode)
+            if self._exact is not None and not mode.errors and not whole:
+                (mode, found), self._exact = self._exact, None
+                values = {**_results(found), **self._derivatives(found, mode)}
+            else:
+                values = self._values(mode, *self._decisions.modes(mode))
         self._narrow.update(mode.narrow)
         for doubt in (one for one in self._doubts.values() if one.is_whole is whole):
             value = values.get(doubt.pair.path)
@@ -195,6 +284,13 @@ class Judge:
         with mode, torch.enable_grad():
             made = self._gradients(found)
         return {f"grad.{name}": value for name, value in made.items()}
+
+
+def _same(pair: Pair, values: dict[str, Any]) -> bool:
+    """Return whether eager PyTorch gives a value again: nothing outside changes it."""
+    return pair.path in values and torch.equal(
+        *(as_tensor(value).nan_to_num() for value in (values[pair.path], pair.want))
+    )
 
 
 def _results(found: "Reference") -> dict[str, Any]:

@@ -149,6 +149,9 @@ class Verifier:
         self.outside = OutsideWrites(())
         # Whether eager keeps what a backward pass needs, because the code runs one itself.
         self.saves = False
+        # What the port kept for the backward pass that `check` compares: it tells the decisions
+        # that it took.
+        self.kept: list[Any] = []
 
     def call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, trainable: bool = False
@@ -244,7 +247,7 @@ class Verifier:
         found: list[tuple[Kind, Pair]],
         gradients: Gradients | None = None,
     ) -> list[Parity]:
-        """Compare values; what is beyond the tolerance is compared with float64.
+        """Compare values; what is beyond the tolerance is compared in further runs.
 
         Args:
             call: The call that the values are of.
@@ -252,14 +255,15 @@ class Verifier:
             found: The values, each with its kind.
             gradients: Returns eager's gradients by name, computed from a reference.
         """
+        kept, self.kept = self.kept, []
         records = [self.record(kind, pair, expected.coarsest) for kind, pair in found]
         doubtful = {i for i, one in enumerate(records) if not one.ok and not one.problem}
         if not doubtful:
             return records
-        judge = Judge(self, call, gradients)
+        judge = Judge(self, call, gradients, kept)
         for index in sorted(doubtful):
-            judge.note(index, records[index], found[index][1])
-        self.why_no_float64 = judge.run()
+            judge.note(index, *found[index], records[index])
+        self.why_no_float64 = judge.run(lambda k, p: self.record(k, p, expected.coarsest))
         for index in doubtful:
             records[index] = judge.verdict(index, records[index])
         return records

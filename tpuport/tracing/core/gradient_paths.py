@@ -168,25 +168,44 @@ def value_and_grad(function: Callable[..., tuple[Any, Any]]) -> Callable[..., An
         A gradient that torch would leave at None is zeros, and flagged.
     """
 
-    def differentiated(params: dict[str, Any], *rest: Any) -> Any:
-        closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *rest)
-        names, tree, paths = sorted(params), jax.tree.structure(shape), Paths()
-        others = jax.tree.leaves(rest)
+    return lambda params, *rest: _differentiated(function, params, rest, keeps=False)[:3]
 
-        def run(params: dict[str, Any]) -> Any:
-            args = [*jax.tree.leaves(params), *others]
-            outs, flags = evaluated(closed, paths, len(names), args, [0])
-            value, aux = jax.tree.unflatten(tree, outs)
-            return value, (aux, flags)
 
+def kept_value_and_grad(function: Callable[..., tuple[Any, Any]]) -> Callable[..., Any]:
+    """Do as `value_and_grad`, and return what the backward pass is given last: a list of arrays."""
+    return lambda params, *rest: _differentiated(function, params, rest, keeps=True)
+
+
+def _differentiated(
+    function: Callable[..., tuple[Any, Any]],
+    params: dict[str, Any],
+    rest: tuple[Any, ...],
+    *,
+    keeps: bool,
+) -> tuple[tuple[Any, Any], Any, HasGradient, list[Any]]:
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(params, *rest)
+    names, tree, paths = sorted(params), jax.tree.structure(shape), Paths()
+    others = jax.tree.leaves(rest)
+
+    def run(params: dict[str, Any]) -> Any:
+        args = [*jax.tree.leaves(params), *others]
+        outs, flags = evaluated(closed, paths, len(names), args, [0])
+        value, aux = jax.tree.unflatten(tree, outs)
+        return value, (aux, flags)
+
+    kept: list[Any] = []
+    if keeps:
+        value, pull, (aux, flags) = jax.vjp(run, params, has_aux=True)
+        (grads,) = pull(jnp.ones_like(value))
+        given = {id(leaf) for leaf in jax.tree.leaves((params, rest))}
+        kept = [leaf for leaf in jax.tree.leaves(pull) if id(leaf) not in given]
+    else:
         (value, (aux, flags)), grads = jax.value_and_grad(run, has_aux=True)(params)
-        path = paths.of(closed.jaxpr)[0]
-        always, some, unsure = (
-            [i for i in range(len(names)) if bits >> i & 1]
-            for bits in (path.must, path.may & ~path.must, path.open)
-        )
-        decided = {} if flags is None else {names[i]: flags[0, i] for i in some}
-        known, loops = (frozenset(names[i] for i in part) for part in (always, unsure))
-        return (value, aux), grads, HasGradient(known, decided, loops)
-
-    return differentiated
+    path = paths.of(closed.jaxpr)[0]
+    always, some, unsure = (
+        [i for i in range(len(names)) if bits >> i & 1]
+        for bits in (path.must, path.may & ~path.must, path.open)
+    )
+    decided = {} if flags is None else {names[i]: flags[0, i] for i in some}
+    known, loops = (frozenset(names[i] for i in part) for part in (always, unsure))
+    return (value, aux), grads, HasGradient(known, decided, loops), kept
