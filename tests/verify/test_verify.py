@@ -357,6 +357,7 @@ KINKS = [
     (torch.relu, 0.0),
     (lambda x: torch.nn.functional.leaky_relu(x, 0.3), 0.0),
     (torch.nn.functional.relu6, 6.0),
+    (lambda x: torch.nn.functional.relu6(x * 1, inplace=True), 6.0),
     (lambda x: x.clamp(-0.5, 0.5), 0.5),
     (lambda x: torch.where(x > 0.25, x * 2, x), 0.25),
     (torch.abs, 0.0),

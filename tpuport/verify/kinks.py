@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from tpuport.model.parity.decisions import CallDecisions, decisions
+from tpuport.model.parity.decisions import CallDecisions, SavedCopy, decisions
 from tpuport.model.parity.float64 import Float64
 from tpuport.tracing.session.tracer import no_fused_kernels
 
@@ -35,6 +35,7 @@ class Kinks(TorchDispatchMode):
         super().__init__()
         self.turned, self.wide = turned, wide
         self.calls: list[dict[str, Any]] = []
+        self._saved = SavedCopy()
 
     def __torch_dispatch__(
         self,
@@ -49,7 +50,9 @@ class Kinks(TorchDispatchMode):
                 made = decisions(func, args, kwargs, self._value)
                 if made is not None:
                     self._note(func, args[0], made)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._saved.note(func, args, result)
+        return result
 
     def _value(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.wide is None else self.wide.value(x)
@@ -73,6 +76,7 @@ class Kinks(TorchDispatchMode):
         turned = self.turned.get(number)
         if turned:
             made.turn(torch.tensor(turned))
+            self._saved.update(x)
 
 
 @contextlib.contextmanager

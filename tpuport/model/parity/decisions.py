@@ -82,6 +82,32 @@ class CallDecisions:
         return self.margins[::step][:SAMPLES].nan_to_num(0.0, 0.0, 0.0)
 
 
+class SavedCopy:
+    """The copy that autograd makes of what an op in place is about to overwrite.
+
+    Its backward pass reads the copy, so a number that is turned has to be turned there, too.
+    """
+
+    def __init__(self) -> None:
+        self._copied: tuple[int, torch.Tensor] | None = None
+
+    def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
+        """Take note of an op that ran."""
+        self._copied = (memory_of(args[0]), result) if func is _aten.clone.default else None
+
+    def update(self, x: torch.Tensor) -> None:
+        """Copy the operand of the op that runs next again, if the last op was that copy."""
+        if self._copied is not None and self._copied[0] == memory_of(x):
+            self._copied[1].data.copy_(x)
+
+
+def memory_of(value: Any) -> int:
+    """Return a number that tells apart what plain tensors are stored in; 0 for anything else."""
+    if type(value) is not torch.Tensor or value.layout is not torch.strided:
+        return 0
+    return value.untyped_storage()._cdata
+
+
 def reach(mine: torch.Tensor, other: torch.Tensor) -> float:
     """Return how far rounding may take numbers, by their samples in two kinds of arithmetic."""
     moved = (mine.double() - other.double()).abs()

@@ -16,10 +16,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from tpuport.model.parity.decisions import CallDecisions, decisions, reach
+from tpuport.model.parity.decisions import CallDecisions, SavedCopy, decisions, memory_of, reach
 from tpuport.model.parity.float64 import Float64
-
-_CLONE = torch.ops.aten.clone.default
 
 
 class KeptArrays:
@@ -142,8 +140,7 @@ class Turned(TorchDispatchMode):
         # The memory that the run has made itself: nothing else is written to.
         self._own: set[int] = set()
         self._used: set[Any] = set()
-        # The copy that autograd makes of what an op in place is about to overwrite.
-        self._copied: tuple[int, torch.Tensor] | None = None
+        self._saved = SavedCopy()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -154,9 +151,9 @@ class Turned(TorchDispatchMode):
             if made is not None:
                 self._take(_form(func, args), args[0], made)
         result = func(*args, **kwargs)
-        self._copied = (_memory(args[0]), result) if func is _CLONE else None
-        given = {0, *(_memory(leaf) for leaf in tree_leaves((args, kwargs)))}
-        self._own |= {_memory(leaf) for leaf in tree_leaves(result)} - given
+        self._saved.note(func, args, result)
+        given = {0, *(memory_of(leaf) for leaf in tree_leaves((args, kwargs)))}
+        self._own |= {memory_of(leaf) for leaf in tree_leaves(result)} - given
         return result
 
     def _value(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,13 +170,12 @@ class Turned(TorchDispatchMode):
         else:
             far = self._known[number] if number < len(self._known) else 0.0
         positions = made.open(far, self._exact[number].ties)
-        if not len(positions) or _memory(x) not in self._own:
+        if not len(positions) or memory_of(x) not in self._own:
             return
         turned = self._turned(made, x, positions, far)
         if turned is not None and bool(turned.any()):
             made.turn(positions[turned])
-            if self._copied is not None and self._copied[0] == _memory(x):
-                self._copied[1].data.copy_(x)
+            self._saved.update(x)
             self.count += int(turned.sum())
 
     def _turned(
@@ -201,9 +197,3 @@ class Turned(TorchDispatchMode):
 
 def _form(func: Any, args: Any) -> tuple[str, tuple[int, ...]]:
     return str(func), tuple(args[0].shape)
-
-
-def _memory(value: Any) -> int:
-    if type(value) is not torch.Tensor or value.layout is not torch.strided:
-        return 0
-    return value.untyped_storage()._cdata
