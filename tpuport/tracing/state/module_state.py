@@ -521,6 +521,29 @@ def python_changes(
 
     cloner = Cloner(placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
+    values, numbers = _changed_values(before, after, names, cloner)
+    refuse_handles(values)
+    old = {name: before.values.get(name) for name in names}
+    owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
+    hooks = _changed_hooks(before, after, module)
+    gone = [name for name in before.leaves if name not in after.leaves]
+    replacement = None
+    if before.modules != after.modules:
+        replacement = Cloner(_placeholder).clone(module)
+    changes = PythonChanges(
+        names, old, values, owners, gone, after.registered, hooks, replacement, numbers
+    )
+    changes.own, changes.modules = own, _modules_in(values, module)
+    changes.constants, changes.trained = constants, trained
+    known = after.registered - before.registered
+    changes.parameters = [n for n in known if isinstance(after.leaves[n], torch.nn.Parameter)]
+    return changes
+
+
+def _changed_values(
+    before: StateTree, after: StateTree, names: Iterable[str], cloner: Cloner
+) -> tuple[dict[str, Any], frozenset[str]]:
+    """Return copies of changed attributes by name, and which of them are traced numbers."""
     values: dict[str, Any] = {}
     numbers: set[str] = set()
     for name in names:
@@ -533,22 +556,7 @@ def python_changes(
         if name in after.registered and name not in before.owners:
             value = _BufferSlot(value)
         values[name] = value
-    refuse_handles(values)
-    old = {name: before.values.get(name) for name in names}
-    owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
-    hooks = _changed_hooks(before, after, module)
-    gone = [name for name in before.leaves if name not in after.leaves]
-    replacement = None
-    if before.modules != after.modules:
-        replacement = Cloner(_placeholder).clone(module)
-    changes = PythonChanges(
-        names, old, values, owners, gone, after.registered, hooks, replacement, frozenset(numbers)
-    )
-    changes.own, changes.modules = own, _modules_in(values, module)
-    changes.constants, changes.trained = constants, trained
-    known = after.registered - before.registered
-    changes.parameters = [n for n in known if isinstance(after.leaves[n], torch.nn.Parameter)]
-    return changes
+    return values, frozenset(numbers)
 
 
 def _changed_hooks(
