@@ -84,8 +84,9 @@ def differentiable(
             ]
             flows = [out for out, one in zip(outs, floats, strict=True) if one]
             flows += [left[name] for name in _flowing(left, outcome())]
-            flows += [mutated[index] for index in _written(outcome())]
-            kept = {i: v for i, v in mutated.items() if i not in _written(outcome())}
+            written = _written(outcome())
+            flows += [mutated[index] for index in written]
+            kept = {i: v for i, v in mutated.items() if i not in written}
             stays = [None if one else out for out, one in zip(outs, floats, strict=True)]
             return flows, (stays, [left, kept, *rest])
 
