@@ -70,9 +70,9 @@ def scheme_of(name: str | QuantizationScheme) -> str | QuantizationScheme:
 
 
 def name_of(scheme: Mapping[str, Any]) -> str:
-    """Return the name of a report's scheme, "another" if it has none."""
+    """Return the name of a report's scheme, "custom" if it has none."""
     fields = dict(scheme)
-    return next((n for n, one in SCHEMES.items() if asdict(as_scheme(one)) == fields), "another")
+    return next((n for n, one in SCHEMES.items() if asdict(as_scheme(one)) == fields), "custom")
 
 
 def quantize_policy(
