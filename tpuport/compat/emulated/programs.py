@@ -122,8 +122,8 @@ def call(
 def _descend(module: torch.nn.Module, method: str, error: PortError, run: Callable[[], Any]) -> Any:
     """Run a call eagerly, its submodules as programs, and later calls of the method, too.
 
-    Later ones may be programs if this one registers parameters: code that makes layers in its first
-    call is another afterwards.
+    Later calls may be programs if this one registers parameters: code that makes its layers in the
+    first call only uses them afterwards.
     """
     settings = active()
     assert settings is not None

@@ -95,7 +95,8 @@ def tapped(
         others = [i for i, one in enumerate(jaxpr.outvars[: len(seen)]) if one is var]
         is_read = var in used or any(i != number and i in repeated for i in others)
         if is_read and number in repeated:
-            unsure.append(number)  # code may have gone on with the other tensor, or with this one
+            # It has the value of another tensor, such as its clone: code may have used either.
+            unsure.append(number)
         elif is_read and var not in found:
             inner.setdefault(var, []).append(number)
         elif _is_of_region(jaxpr, var, used):
@@ -153,7 +154,7 @@ def with_taps(closed: Any, variables: Sequence[Any], tap: Any = _tap) -> Any:
     for var in variables:
         like = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
         (eqn,) = jax.make_jaxpr(tap)(like, like).jaxpr.eqns
-        # JAX returns the same program for the same shapes: the variables are others each time.
+        # `make_jaxpr` returns the same equation for equal shapes, so each tap gets new variables.
         inputs.append(core.Var(var.aval))
         taps[var] = eqn.replace(invars=[var, inputs[-1]], outvars=[core.Var(var.aval)])
 

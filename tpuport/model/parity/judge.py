@@ -194,7 +194,8 @@ class Judge:
         """Compare with eager PyTorch that takes the port's decisions; keep what differs still.
 
         Returns:
-            What eager PyTorch gives, if no decision is another one.
+            The values that eager PyTorch gives again, by path; None if the port decided otherwise
+            somewhere, or keeps nothing that tells.
         """
         decisions = self._decisions
         if not (self._doubts and decisions.kept):

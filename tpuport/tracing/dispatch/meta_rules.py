@@ -345,6 +345,7 @@ def _cat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     last = len(first) in (4, 5) and all(has_channels_last(meta_of(one)) for one in tensors)
     if not last:
         return made
+    # Which of two layouts torch sees in dims of size 1 differs from op to op: it decides.
     return None if 1 in made.shape else made.contiguous(memory_format=LAST[len(first)])
 
 
