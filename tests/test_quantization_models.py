@@ -1,6 +1,7 @@
 """Every scheme and method on a Llama, a ViT, a DiT and π0: the report's errors, measured again."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -199,3 +200,29 @@ def test_with_planted_outliers_duquant_is_better_than_rounding():
     # step of weights falls by up to two, and the error with it.
     assert plain.outliers[0] / spread.outliers[1] > 1.5
     assert spread.deviation.relative < 0.7 * plain.deviation.relative
+
+
+MESHES = {"fsdp": {"fsdp": 8}, "tensor_parallel": {"fsdp": 2, "tensor": 4}}
+
+
+@pytest.mark.filterwarnings("ignore::tpuport.sharding.ShardingWarning")
+@pytest.mark.parametrize(
+    ("name", "scheme", "preset"),
+    [
+        pytest.param(*case, marks=[] if case == ("dit", "gptq", "fsdp") else [pytest.mark.slow])
+        for case in itertools.product(MODELS, SCHEMES, MESHES)
+    ],
+)
+def test_codes_and_scales_found_on_eight_devices_are_those_of_one(
+    name: str, scheme: str, preset: str
+):
+    model, batch = model_and_batch(name)
+    alone = tpuport.quantize(model, SCHEMES[scheme], calibration=[batch])
+    ported = tpuport.convert(model, verify=False)
+    tpuport.shard(ported, MESHES[preset], preset)
+    spread = tpuport.quantize(ported, SCHEMES[scheme], calibration=[batch])
+    layers = [one.name for one in alone.quantization.layers]
+    found = {key for key in alone.buffers if key.rpartition(".")[0] in layers}
+    assert {f"{layer}.codes" for layer in layers} <= found
+    for key in found:
+        assert np.array_equal(alone.buffers[key], spread.buffers[key]), key

@@ -131,7 +131,7 @@ def transforms_of(
         return list(duquant.from_inputs(torch.from_numpy(found["rows"].copy()), scheme))
     if scheme.method == "awq":
         gram, sizes = (torch.from_numpy(found[key].copy()) for key in ("gram", "sizes"))
-        return [Divide(awq(weight.float(), gram, sizes, scheme))]
+        return [Divide(awq(weight.float(), gram, sizes.float(), scheme))]
     peaks = torch.from_numpy(np.maximum(np.abs(found["low"]), np.abs(found["high"])))
     of_weight = _at_least(weight.float().abs().amax(0))
     factors = _at_least(peaks) ** scheme.strength / of_weight ** (1 - scheme.strength)

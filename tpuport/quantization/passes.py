@@ -12,11 +12,12 @@ from tpuport.foundation.errors import UsageError
 from tpuport.model.convert import convert
 from tpuport.model.ported_model import PortedModel
 from tpuport.quantization.convolution import QuantizedConv
+from tpuport.quantization.exact_sums import joined
 from tpuport.quantization.freeze import inputs_of, select, transforms_of, with_layers
 from tpuport.quantization.report import Deviation
 from tpuport.quantization.scheme import QuantizationScheme, as_scheme
 from tpuport.quantization.statistics import Observer, Statistics
-from tpuport.quantization.watched import watched
+from tpuport.quantization.watched import gathered, watched
 from tpuport.sharding.shard import shard_like
 from tpuport.tracing.core.export import to_torch
 
@@ -43,7 +44,7 @@ def observe(
     """
     layers = {name: watched(model.get_submodule(name), one) for name, one in watchers.items()}
     ported = convert(with_layers(model, layers), verify=False)
-    shard_like(ported, like)
+    shard_like(ported, like, gathered)
     results = []
     for batch in batches:
         args, kwargs = arguments_of(batch)
@@ -88,7 +89,8 @@ def calibrate(
             transforms = transforms_of(layer, scheme, None)
             size, dim = inputs_of(layer)
             observers[name] = Observer(size, torch.nn.Sequential(*transforms), scheme, dim)
-    return Statistics(observe(model, observers, batches, given)[0])
+    found, _ = observe(model, observers, batches, given)
+    return Statistics({name: joined(values) for name, values in found.items()})
 
 
 def as_module(model: Any) -> torch.nn.Module:

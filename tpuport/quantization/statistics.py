@@ -1,6 +1,6 @@
 """Statistics of the inputs of layers: how they are found, merged and kept."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any
@@ -10,6 +10,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from tpuport.foundation.errors import UsageError
+from tpuport.quantization import exact_sums
 from tpuport.quantization.scheme import QuantizationScheme
 
 # Bins of absolute values: 32 an octave, from 2**-40 to 2**24.
@@ -43,8 +44,9 @@ class Observer(torch.nn.Module):
         self.register_buffer("histogram", torch.zeros(NUM_BINS, dtype=torch.int32))
         self.register_buffer("rows", torch.zeros(_NUM_ROWS, size))
         if scheme.takes_outputs:
-            self.register_buffer("gram", torch.zeros(size, size))
-            self.register_buffer("sizes", torch.zeros(size))
+            for name, shape in (("gram", (size, size)), ("sizes", (size,))):
+                self.register_buffer(name, torch.zeros(shape))
+                self.register_buffer(name + exact_sums.REST, torch.zeros(shape))
 
     def forward(self, args: tuple[torch.Tensor, ...], y: torch.Tensor) -> None:
         """Take in the rows of a call."""
@@ -55,8 +57,9 @@ class Observer(torch.nn.Module):
         self.low = torch.minimum(self.low, rows.amin(0))
         self.high = torch.maximum(self.high, rows.amax(0))
         if self.scheme.takes_outputs:
-            self.gram = self.gram + rows.t() @ rows
-            self.sizes = self.sizes + rows.abs().sum(0)
+            scaled, scale = exact_sums.scaled_columns(rows)
+            self._add("gram", exact_sums.products(scaled), scale[:, None] * scale)
+            self._add("sizes", exact_sums.sums(scaled.abs()), scale)
         if self.scheme.is_static and self.scheme.activations == "channel":
             found = torch.quantile(rows.abs(), self.scheme.percentile / 100, dim=0)
             self.quantile = torch.maximum(self.quantile, found)
@@ -69,13 +72,19 @@ class Observer(torch.nn.Module):
             known = torch.cat([self.rows, rows])
             self.rows = known[torch.topk(known.abs().amax(-1), _NUM_ROWS).indices]
 
+    def _add(self, name: str, terms: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        total, rest = getattr(self, name), getattr(self, name + exact_sums.REST)
+        for term in terms:
+            total, rest = exact_sums.add(total, rest, term * factor)
+        setattr(self, name, total)
+        setattr(self, name + exact_sums.REST, rest)
+
 
 @dataclass(frozen=True)
 class Statistics:
     """What calibration found, by layer: `low`, `high`, `calls`, and what the scheme asked for.
 
-    They can be saved, resumed and merged in any order: the results are equal, but for the sums of
-    GPTQ and AWQ, which float32 rounds in the order of the batches.
+    They can be saved, resumed and merged in any order: the results are equal.
     """
 
     layers: Mapping[str, Mapping[str, np.ndarray]]

@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -82,11 +82,13 @@ def shard(
     return plan
 
 
-def shard_like(made: PortedModel, model: Any) -> None:
+def shard_like(
+    made: PortedModel, model: Any, change: Callable[..., ShardingRules] | None = None
+) -> None:
     """Shard a port that was made from another as that one is, if it is.
 
-    A preset is made anew, since the layers of the two may differ; other tables are taken as they
-    are.
+    A preset is made anew, since the layers of the two may differ, and changed by what `change`
+    returns for the port, the mesh and the table; other tables are taken as they are.
     """
     placement = model._placement if isinstance(model, PortedModel) else None
     if not isinstance(placement, OnMesh):
@@ -97,6 +99,7 @@ def shard_like(made: PortedModel, model: Any) -> None:
         table = ShardingRules(
             fresh, name=table.name, inputs=table.inputs, activations=fresh.activations
         )
+        table = table if change is None else change(made, placement.mesh, table)
     with warnings.catch_warnings():
         # The other port's sharding has told them.
         warnings.simplefilter("ignore", ShardingWarning)
