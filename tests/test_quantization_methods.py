@@ -195,3 +195,23 @@ def test_exact_sums_are_the_same_in_any_order_and_as_near_as_float32(rows: int):
     assert torch.equal(found[5], torch.zeros(24, dtype=torch.float64))
     plain = sum(exact_sums.sums(scaled.abs()))
     assert torch.allclose(plain * scale, x.abs().sum(0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("method", ["smooth", "gptq"])
+def test_a_layer_may_be_called_with_one_row_and_with_a_constant(method: str):
+    class OfConstant(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.tanh(self.up(x))) + self.down(torch.ones(64))
+
+    torch.manual_seed(0)
+    model, row = OfConstant(), torch.randn(32)
+    scheme = QuantizationScheme(8, 8, method=method, activations="tensor")
+    made = tpuport.quantize(model, scheme, calibration=[row, torch.randn(5, 32)])
+    assert made.quantization.outputs is not None
+    assert made.quantization.outputs.relative < 0.02
+    error = tpuport.to_torch(made(row)) - model(row).detach()
+    assert error.norm() < 0.03 * model(row).detach().norm()

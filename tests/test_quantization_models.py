@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +19,7 @@ import tpuport
 from recipes.openpi.model import make_policy
 from recipes.openpi.quantize import Acting
 from tests.recipes.openpi.small import SMALL, observations
-from tpuport.quantization import QuantizationScheme
+from tpuport.quantization import QuantizationScheme, Statistics
 
 Scheme = QuantizationScheme
 SCHEMES = {
@@ -226,3 +228,41 @@ def test_codes_and_scales_found_on_eight_devices_are_those_of_one(
     assert {f"{layer}.codes" for layer in layers} <= found
     for key in found:
         assert np.array_equal(alone.buffers[key], spread.buffers[key]), key
+
+
+PART_OF_BATCHES = """
+import sys
+import torch
+from tests.test_quantization_models import SCHEMES, four_batches, model_and_batch
+from tpuport.quantization import calibrate
+
+scheme, start, stop, path = sys.argv[1:]
+model, _ = model_and_batch("llama")
+found = calibrate(model, SCHEMES[scheme], four_batches()[int(start) : int(stop)])
+found.save(path)
+"""
+
+
+def four_batches() -> list[dict[str, Any]]:
+    torch.manual_seed(1)
+    tokens = [torch.randint(0, 64, (2, 12)) for _ in range(4)]
+    return [{"input_ids": one, "use_cache": False} for one in tokens]
+
+
+# test_calibrated_weights_lower_the_error_of_outputs merges parts of one process.
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["gptq", "awq", "duquant-greedy", "smooth"])
+def test_two_processes_find_the_codes_of_one(scheme: str, tmp_path: Path):
+    paths = [tmp_path / "first.safetensors", tmp_path / "second.safetensors"]
+    for path, part in zip(paths, (("0", "1"), ("1", "4")), strict=True):
+        command = [sys.executable, "-c", PART_OF_BATCHES, scheme, *part, str(path)]
+        subprocess.run(command, check=True, timeout=300)
+    first, second = (Statistics.load(path) for path in paths)
+    model, _ = model_and_batch("llama")
+    whole = tpuport.quantize(model, SCHEMES[scheme], calibration=four_batches())
+    for found in (first.merge(second), second.merge(first)):
+        made = tpuport.quantize(model, SCHEMES[scheme], calibration=found, verify=False)
+        for key, value in whole.buffers.items():
+            assert np.array_equal(made.buffers[key], value), key
+    alone = tpuport.quantize(model, SCHEMES[scheme], calibration=first, verify=False)
+    assert any(not np.array_equal(alone.buffers[key], whole.buffers[key]) for key in whole.buffers)

@@ -52,7 +52,8 @@ class Observer(torch.nn.Module):
         """Take in the rows of a call."""
         del y
         x = args[0].detach().float().movedim(self.dim, -1)
-        rows = self.transforms(x).flatten(0, -2)
+        x = self.transforms(x)
+        rows = x.reshape(-1, x.shape[-1])
         self.calls = self.calls + 1
         self.low = torch.minimum(self.low, rows.amin(0))
         self.high = torch.maximum(self.high, rows.amax(0))
