@@ -15,6 +15,7 @@ from jax.interpreters import ad
 
 from tpuport.compat.emulated.batched_gradients import row_by_row
 from tpuport.compat.emulated.inner_outputs import InnerOutputs, retain_gradient
+from tpuport.compat.emulated.rewritten import refuse_rewritten
 from tpuport.compat.emulated.taps import host_leaf, tapped, with_leaf_taps
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
@@ -326,6 +327,8 @@ class DifferentiatedCall:
 
     prepared: BoundCall
     wanted: Wanted
+    # The class of the module that is called.
+    name: str
     pull: Any = None
     rest: Any = None
     reached: Any = None
@@ -423,11 +426,11 @@ class DifferentiatedCall:
         given = (prepared.picked, prepared.key, prepared.given.values)
         return twice, given, [*primals, *self._cotangents(gradients, jnp.zeros)]
 
-    def unwritten(self) -> list[torch.Tensor]:
+    def unwritten(self) -> dict[str | int, torch.Tensor]:
         """Return what torch would save, without arguments that the call itself writes to."""
         _, (_, mutated, *_) = self.rest
         written = {int(index) for index in mutated} | set(self.written_indices())
-        return [tensor for key, tensor in self.saved.items() if key not in written]
+        return {key: tensor for key, tensor in self.saved.items() if key not in written}
 
     def written_indices(self) -> tuple[int, ...]:
         """Return the arguments that the call gives a value with a graph, by index."""
@@ -551,7 +554,7 @@ class Through(torch.autograd.Function):
         kept: Any = torch.empty(0)
         kept._tpuport_kept = (call, tensors[:count])
         # Of the others torch checks that nothing was written to them.
-        ctx.save_for_backward(kept, *call.unwritten())
+        ctx.save_for_backward(kept, *call.unwritten().values())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(flows[i] for i in call.constant))
         return tuple(flows)
@@ -564,6 +567,7 @@ class Through(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         kept = ctx.saved_tensors[0]
         call, tensors = kept._tpuport_kept
+        refuse_rewritten(call.prepared, call.name, call.unwritten().items())
         used = [i for i, g in enumerate(gradients) if g is not None]
         asked = () if call.ends_here else call.inner.asked()
         for index, error in call.prepared.compiled.run.derived.get(REFUSED, {}).items():

@@ -437,7 +437,7 @@ class LiveModel(PortedModel):
             return self._run(method, args, kwargs)
         if self._wanted is None:
             return self._finish(prepared, prepared.run()), prepared.state
-        call = gradients.DifferentiatedCall(prepared, wanted)
+        call = gradients.DifferentiatedCall(prepared, wanted, type(self._user).__name__)
         self._compared = call if self._verifying else None
         call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
         flows = gradients.Through.apply(call, *call.inputs(tensors))
