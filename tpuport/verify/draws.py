@@ -68,24 +68,38 @@ def noted(settings: dict[str, Any]) -> Iterator[None]:
         Path(settings["folder"], _FILE).write_text(text)
 
 
-class DrawReplay:
-    """Runs the calls that were programs in eager PyTorch, on their random numbers.
+class ProgramCalls:
+    """Tells in a run of eager PyTorch which calls were programs of the port.
 
-    A call that is not the next one that was a program is code around programs: it runs as it is.
+    A call that is not the next one that was a program is code around programs.
     """
 
     def __init__(self, calls: list[DrawnCall]) -> None:
         self.calls, self.done = calls, 0
+
+    def next(self, module: torch.nn.Module, method: str) -> DrawnCall | None:
+        """Return the program of a call that is made now; None if it was none."""
+        expected = self.calls[self.done] if self.done < len(self.calls) else None
+        if expected is None or (expected.name, expected.method) != (_name(module), method):
+            return None
+        self.done += 1
+        return expected
+
+
+class DrawReplay:
+    """Runs the calls that were programs in eager PyTorch, on their random numbers."""
+
+    def __init__(self, programs: ProgramCalls) -> None:
+        self.programs = programs
         self.differs = ""
 
     def call(
         self, module: torch.nn.Module, method: str, original: Any, args: Any, kwargs: Any
     ) -> Any:
         """Run a call that would be a program."""
-        expected = self.calls[self.done] if self.done < len(self.calls) else None
-        if expected is None or (expected.name, expected.method) != (_name(module), method):
+        expected = self.programs.next(module, method)
+        if expected is None:
             return original(module, *args, **kwargs)
-        self.done += 1
         with part_of_program():
             if expected.key is None:
                 return original(module, *args, **kwargs)
@@ -93,15 +107,14 @@ class DrawReplay:
             with installed((Uncheckpointed, ManualSeed, TensorSubclass, TruncatedNormal)), numbers:
                 out = original(module, *args, **kwargs)
         if _numbers(fresh_key()) != expected.key and not self.differs:
-            self.differs = f"call {self.done} ({expected.name}.{method})"
+            self.differs = f"call {self.programs.done} ({expected.name}.{method})"
         return out
 
 
 @contextlib.contextmanager
 def replayed(settings: dict[str, Any]) -> Iterator[None]:
     """Draw in the block what the programs drew that `noted` has written to `settings["draws"]`."""
-    noted_calls = json.loads(Path(settings["draws"]).read_text())
-    replay = DrawReplay([DrawnCall(**call) for call in noted_calls])
+    replay = DrawReplay(ProgramCalls(_read(Path(settings["draws"]))))
     porting = active()
     assert porting is not None
     porting.hooks.instead = replay.call
@@ -109,22 +122,30 @@ def replayed(settings: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         porting.hooks.instead = None
-        left = len(replay.calls) - replay.done
+        left = len(replay.programs.calls) - replay.programs.done
         text = json.dumps({"differs": replay.differs, "left": left})
         Path(settings["folder"], _RESULT).write_text(text)
 
 
 def count_programs(folder: Path) -> int:
     """Return how many calls of a run were programs."""
+    return len(calls_of(folder))
+
+
+def calls_of(folder: Path) -> list[DrawnCall]:
+    """Return the calls of a run that were programs."""
     file = folder / _FILE
-    return len(json.loads(file.read_text())) if file.exists() else 0
+    return _read(file) if file.exists() else []
+
+
+def _read(file: Path) -> list[DrawnCall]:
+    return [DrawnCall(**call) for call in json.loads(file.read_text())]
 
 
 def drew(folder: Path) -> Path | None:
     """Return the file of the programs of a run if one of them drew random numbers."""
     file = folder / _FILE
-    calls = json.loads(file.read_text()) if file.exists() else []
-    return file if any(call["key"] is not None for call in calls) else None
+    return file if any(call.key is not None for call in calls_of(folder)) else None
 
 
 def why_not_replayed(folder: Path) -> str:

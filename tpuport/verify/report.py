@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +27,7 @@ from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_
 from tpuport.verify.hub import OFFLINE, why_unreachable
 from tpuport.verify.imports import packages_of
 from tpuport.verify.left_gradients import LEFT
+from tpuport.verify.port_decisions import FOLDER, KEPT
 from tpuport.verify.processes import (
     DISTURBED,
     EAGER,
@@ -175,7 +177,7 @@ def verify(
             f"The script fails in eager PyTorch (exit status {eager.status}), {NO_REFERENCE}."
             f" It ends with:\n{eager.tail}"
         )
-    ported = run(what, PORTED, out, {"around": [NOTED, LEFT]})
+    ported = run(what, PORTED, out, {"around": [NOTED, LEFT, KEPT]})
     failed = not ported.recorded
     stages, notes, undecided = [], [], ""
     if not failed:
@@ -184,6 +186,7 @@ def verify(
         left = max(left, _LEAST_ROUNDING_S)
         stages, more, undecided = _compared(what, reference, ported, out, limits, settings, left)
         notes += more
+    shutil.rmtree(ported.folder / FOLDER, ignore_errors=True)
     programs = count_programs(ported.folder)
     if not failed and not programs:
         notes.append(_NOTHING_PORTED)
@@ -250,8 +253,13 @@ def _compared(
     stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
     if settings is None and not stages[1].passed:
         return stages, notes, _undecided(stages, "eager PyTorch drew other random numbers")
+    kept = ported.folder / FOLDER
     rounding = Rounding(
-        *(what, out, mine, other, limits, settings or {}), seconds=seconds, longest=eager.seconds
+        *(what, out, mine, other, limits, settings or {}),
+        seconds=seconds,
+        longest=eager.seconds,
+        # Without CUDA emulated nobody tells which calls were programs.
+        kept=kept if kept.exists() and not what.plain else None,
     )
     with contextlib.closing(rounding):
         if not stages[1].passed:

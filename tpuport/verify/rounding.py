@@ -3,11 +3,12 @@
 What eager PyTorch in float32 misses of its run in float64 is rounding, and a port may miss as much,
 times a small factor. A number that rounding takes over a kink (the zero of a ReLU) or over another
 one (the largest of a window) changes gradients by more than that, and by nothing that grows with
-the error. So the decisions that are near enough are turned one by one; those that explain the
-difference are turned together, and the port is compared with that run as with any other.
+the error. So the decisions of which the port's programs tell that they fall the other way there
+are taken as they are there. Of the others, those that are near enough are turned one by one; those
+that explain the difference are turned together, and the port is compared with that run as with any
+other.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ from tpuport.verify.compare import (
     missed_elsewhere,
     numbers,
 )
-from tpuport.verify.kinks import FILE
+from tpuport.verify.kinks import calls_in
 from tpuport.verify.processes import DISTURBED, MORE_TIME, VerifiedScript, run
 
 # So many open decisions are tried, the likeliest ones: each takes a run.
@@ -38,6 +39,7 @@ _SLOWER = 1.5
 _ROUNDS = 3
 # A tensor smaller than this share of the largest one counts as if it were as large.
 _SMALL = 1e-2
+_FAILS = "the script fails in float64"
 _WATCHED = "tpuport.verify.kinks:watched"
 
 
@@ -76,6 +78,35 @@ class WatchedRun:
 
     recording: Recording
     calls: list[dict[str, Any]]
+    folder: Path
+
+    @property
+    def told(self) -> set[tuple[int, int]]:
+        """Return the decisions of which the port's programs tell how they fall there."""
+        calls = enumerate(self.calls)
+        return {(number, place) for number, call in calls for place in call.get("told", ())}
+
+    @property
+    def taken(self) -> list[OpenDecision]:
+        """Return those of them that were turned."""
+        return [
+            OpenDecision(number, position, side, abs(margin), call["reach"], _what(call))
+            for number, call in enumerate(self.calls)
+            for position, margin, side in call.get("taken", ())
+        ]
+
+
+@dataclass(frozen=True)
+class PortTaken:
+    """That a run is to take the port's decisions.
+
+    Attributes:
+        exact: A run in float64, which shows what rounding explains.
+        near: The run that tells how far rounding reaches; None if that is to be found.
+    """
+
+    exact: WatchedRun
+    near: WatchedRun | None = None
 
 
 @dataclass
@@ -98,6 +129,7 @@ class Rounding:
         settings: Of all runs.
         seconds: What all runs together may take, so that there is a verdict in time.
         longest: What the longest run took so far.
+        kept: The folder with what the port's programs kept, if they are known.
 
     Attributes:
         why_not: Why nothing can be said, if so.
@@ -114,10 +146,14 @@ class Rounding:
         *,
         seconds: float,
         longest: float,
+        kept: Path | None = None,
     ) -> None:
         self._what, self._out, self._eager, self._ported = what, out, eager, ported
         self._limits, self._settings = limits, settings
         self._folders: list[Path] = []
+        self._kept = kept
+        # How the first step takes what the port's programs tell, if they do.
+        self._first: PortTaken | None = None
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
         self._longest = _SLOWER * longest
         # What is turned in float64, and in eager PyTorch, so that they take the port's decisions.
@@ -142,16 +178,51 @@ class Rounding:
         """
         self.why_not = ""
         first = {"optimizers": len(self._eager.record["optimizers"])}
-        both = self._two_runs(first, (), ())
-        if both is None:
+        exact = self._run(first, wide=True)
+        takes = None if self._kept is None or exact is None else PortTaken(exact)
+        plain = None if exact is None else self._run(first, wide=False, takes=takes)
+        if exact is None or plain is None:
+            self.why_not = self.why_not or _FAILS
             return None
-        plain, truth = both
-        if not _same(self._eager, plain.recording):
-            self.why_not = "eager PyTorch itself gives another result when it runs again"
+        if not self._is_same_way(plain, exact):
             return None
-        found = open_decisions(truth.calls, plain.calls)
+        limit, taken = self._limits.numbers, plain.taken
+        self._first = PortTaken(exact, plain) if plain.told else None
+        if taken:
+            stage = numbers(plain.recording, self._ported, limit)
+            if stage.passed:
+                return ExplainedStage(stage, taken)
+        elif not self._is_repeated(plain):
+            return None
+        explained = self._of_numbers(first, exact, plain)
+        if explained is not None:
+            explained.turned[:0] = taken
+        elif taken:
+            again = self._run(first, wide=False)
+            if again is not None and not self._is_repeated(again):
+                return None
+        return explained
+
+    def _is_repeated(self, plain: WatchedRun) -> bool:
+        """Return whether a run gives what eager PyTorch gave."""
+        if _same(self._eager, plain.recording):
+            return True
+        self.why_not = "eager PyTorch itself gives another result when it runs again"
+        return False
+
+    def _of_numbers(
+        self, first: dict[str, Any], exact: WatchedRun, plain: WatchedRun
+    ) -> ExplainedStage | None:
+        """Compare the first step with runs in float64 that take the port's decisions, too."""
+        takes = self._first
+        truth = exact if takes is None else self._run(first, wide=True, takes=takes)
+        if truth is None or not self._is_same_way(plain, truth):
+            return None
+        found = _untold(truth, plain)
         in_eager = [one for one in found if _falls_otherwise(one, plain.calls)]
-        near = self._run(first, wide=True, turned=in_eager) if in_eager else truth
+        near = truth
+        if in_eager:
+            near = self._run(first, wide=True, turned=in_eager, takes=takes)
         limit = self._limits.numbers
         missed = None if near is None else numbers(near.recording, plain.recording, limit)
 
@@ -159,12 +230,12 @@ class Rounding:
             return numbers(reference, self._ported, limit, missed)
 
         def turned(decisions: Sequence[OpenDecision]) -> Recording | None:
-            made = self._run(first, wide=True, turned=decisions)
+            made = self._run(first, wide=True, turned=decisions, takes=takes)
             return None if made is None else made.recording
 
         explained = self._search(truth.recording, found, turned, compare, "gradient")
         if explained is not None:
-            self._in_port = explained.turned
+            self._in_port = list(explained.turned)
             self._in_eager = _either(in_eager, explained.turned)
         elif missed is not None and not self.why_not:
             most = missed_elsewhere(truth.recording, self._ported, missed)
@@ -178,41 +249,93 @@ class Rounding:
     def of_behaviour(self) -> ExplainedStage | None:
         """Compare all steps with eager PyTorch whose decisions are the port's."""
         self.why_not = ""
-        own = self._in_eager
-        both = self._two_runs({}, own, self._in_port)
-        if both is None:
+        plain = self._run({}, wide=False, turned=self._in_eager, takes=self._first)
+        if plain is None:
             return None
-        plain, truth = both
-        disturbed = self._run({}, wide=False, turned=own, side=DISTURBED)
-        rounded = [one.recording for one in (truth, disturbed) if one is not None]
-
-        def compare(reference: Recording) -> Stage:
-            return behaviour(reference, self._ported, self._limits.behaviour, *rounded)
+        disturbed = self._disturbed(self._first)
+        if disturbed:
+            # The decisions of the first step may be all.
+            stage = self._behaviour(plain.recording, disturbed)
+            if stage.passed:
+                return ExplainedStage(stage)
+        both = self._all_steps(plain)
+        if both is None:
+            self.why_not = self.why_not or _FAILS
+            return None
+        plain, truth, takes = both
+        if takes is not None:
+            disturbed = self._disturbed(takes)
+        rounded = [truth.recording, *disturbed]
 
         def turned(decisions: Sequence[OpenDecision]) -> Recording | None:
-            made = self._run({}, wide=False, turned=_either(own, decisions))
+            every = _either(self._in_eager, decisions)
+            made = self._run({}, wide=False, turned=every, takes=takes)
             return None if made is None else made.recording
 
-        known = {one.place for one in own}
-        found = [d for d in open_decisions(plain.calls, truth.calls) if d.place not in known]
-        return self._search(plain.recording, found, turned, compare, "end")
+        known = {one.place for one in self._in_eager}
+        found = [one for one in _untold(plain, truth) if one.place not in known]
+        explained = self._search(
+            *(plain.recording, found, turned),
+            lambda reference: self._behaviour(reference, rounded),
+            "end",
+        )
+        if explained is not None:
+            explained.turned[:0] = self._later(plain)
+        return explained
 
-    def _two_runs(
-        self,
-        settings: dict[str, Any],
-        in_plain: Sequence[OpenDecision],
-        in_wide: Sequence[OpenDecision],
-    ) -> tuple[WatchedRun, WatchedRun] | None:
-        """Run eager PyTorch in its own dtypes and in float64; None if these cannot be compared."""
-        plain = self._run(settings, wide=False, turned=in_plain)
-        truth = None if plain is None else self._run(settings, wide=True, turned=in_wide)
-        if plain is None or truth is None:
-            self.why_not = self.why_not or "the script fails in float64"
+    def _behaviour(self, reference: Recording, rounded: Sequence[Recording]) -> Stage:
+        return behaviour(reference, self._ported, self._limits.behaviour, *rounded)
+
+    def _disturbed(self, takes: PortTaken | None) -> list[Recording]:
+        """Run all steps with rounding added to the gradients; nothing if that does not end."""
+        settings = {"turned": self._in_eager, "takes": takes, "side": DISTURBED}
+        made = self._run({}, wide=False, **settings)
+        return [] if made is None else [made.recording]
+
+    def _later(self, plain: WatchedRun) -> list[OpenDecision]:
+        """Return the decisions of later steps that a run takes as the port's programs tell."""
+        near = None if self._first is None else self._first.near
+        before = set() if near is None else near.told
+        return [one for one in plain.taken if one.place not in before]
+
+    def _all_steps(
+        self, plain: WatchedRun
+    ) -> tuple[WatchedRun, WatchedRun, PortTaken | None] | None:
+        """Run all steps in float64, and in both dtypes with what the port's programs tell.
+
+        How far rounding reaches in later steps shows between runs that take the same decisions. So
+        both run again, once they have taken those that are open between others.
+
+        Args:
+            plain: Eager PyTorch that takes them in the first step.
+
+        Returns:
+            The run in its own dtypes, that in float64, and what both take, if anything is told.
+        """
+        truth = self._run({}, wide=True, turned=self._in_port, takes=self._first)
+        if truth is None:
             return None
-        if [_form(call) for call in plain.calls] != [_form(call) for call in truth.calls]:
-            self.why_not = "the script takes another way in float64"
-            return None
-        return plain, truth
+        if self._kept is None:
+            return (plain, truth, None) if self._is_same_way(plain, truth) else None
+        near = self._near(truth)
+        if near is None or not near.told:
+            return None if near is None else (near, truth, None)
+        takes = PortTaken(truth, near)
+        truth = self._run({}, wide=True, turned=self._in_port, takes=takes)
+        near = None if truth is None else self._near(truth)
+        return None if truth is None or near is None else (near, truth, PortTaken(truth, near))
+
+    def _near(self, truth: WatchedRun) -> WatchedRun | None:
+        """Run all steps with the decisions that are open beside a run in float64."""
+        made = self._run({}, wide=False, turned=self._in_eager, takes=PortTaken(truth))
+        return None if made is None or not self._is_same_way(made, truth) else made
+
+    def _is_same_way(self, plain: WatchedRun, truth: WatchedRun) -> bool:
+        """Return whether eager PyTorch in float64 makes the same calls."""
+        if [_form(call) for call in plain.calls] == [_form(call) for call in truth.calls]:
+            return True
+        self.why_not = "the script takes another way in float64"
+        return False
 
     def _search(
         self,
@@ -292,6 +415,7 @@ class Rounding:
         *,
         wide: bool,
         turned: Iterable[OpenDecision] = (),
+        takes: PortTaken | None = None,
         side: str = "",
     ) -> WatchedRun | None:
         if self._longest > self.left:
@@ -303,7 +427,7 @@ class Rounding:
             positions.setdefault(one.call, []).append(one.position)
         around = [*self._settings.get("around", ()), _WATCHED]
         wanted = {"around": around, "float64": wide, "turned": positions}
-        wanted |= {"disturbed": side == DISTURBED}
+        wanted |= {"disturbed": side == DISTURBED, "taken": self._folders_of(takes)}
         name = f"rounding-{len(self._folders)}"
         every = {**self._settings, **settings, **wanted}
         ended = run(self._what, name, self._out, every, seconds=self.left)
@@ -314,8 +438,15 @@ class Rounding:
             self.why_not = f"{over}; {MORE_TIME}"
         if not ended.recorded:
             return None
-        calls = json.loads((ended.folder / FILE).read_text())["calls"]
-        return WatchedRun(Recording(ended.folder), calls)
+        return WatchedRun(Recording(ended.folder), calls_in(ended.folder), ended.folder)
+
+    def _folders_of(self, takes: PortTaken | None) -> dict[str, str | None] | None:
+        """Return where a run finds the port's decisions, and what rounding explains."""
+        if self._kept is None:
+            return None
+        exact = None if takes is None else str(takes.exact.folder)
+        near = None if takes is None or takes.near is None else str(takes.near.folder)
+        return {"kept": str(self._kept), "exact": exact, "near": near}
 
 
 def open_decisions(
@@ -330,13 +461,22 @@ def open_decisions(
     found = []
     for number, (mine, theirs) in enumerate(zip(calls, other, strict=True)):
         far = reach(torch.tensor(mine["samples"]), torch.tensor(theirs["samples"]))
-        what = f"{mine['op'].removeprefix('aten.').partition('.')[0]}{mine['shape']}"
         found += [
-            OpenDecision(number, position, side, abs(margin), far, what)
+            OpenDecision(number, position, side, abs(margin), far, _what(mine))
             for position, margin, side in mine["near"]
             if abs(margin) <= far
         ]
     return sorted(found)
+
+
+def _untold(one: WatchedRun, other: WatchedRun) -> list[OpenDecision]:
+    """Return the open decisions of a run of which the port's programs tell nothing."""
+    told = one.told | other.told
+    return [d for d in open_decisions(one.calls, other.calls) if d.place not in told]
+
+
+def _what(call: dict[str, Any]) -> str:
+    return f"{call['op'].removeprefix('aten.').partition('.')[0]}{call['shape']}"
 
 
 def _form(call: dict[str, Any]) -> Any:

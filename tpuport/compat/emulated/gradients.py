@@ -16,6 +16,7 @@ from jax.interpreters import ad
 from tpuport.compat.emulated.batched_gradients import row_by_row
 from tpuport.compat.emulated.inner_outputs import InnerOutputs, retain_gradient
 from tpuport.compat.emulated.rewritten import refuse_rewritten
+from tpuport.compat.emulated.settings import active
 from tpuport.compat.emulated.taps import host_leaf, tapped, with_leaf_taps
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
@@ -365,6 +366,9 @@ class DifferentiatedCall:
         """Run forward and return the floating outputs, in order."""
         prepared = self.prepared
         flows, self.pull, self.rest, self.reached = prepared.run()
+        porting = active()
+        if porting is not None and porting.hooks.keeps is not None:
+            porting.hooks.keeps(self.kept())
         outcome = prepared.compiled.outcome
         stays = self.rest[0]
         self.metas = [m for m, s in zip(outcome.out_metas, stays, strict=True) if s is None]
@@ -380,6 +384,13 @@ class DifferentiatedCall:
             for number in numbers[:1]:
                 leaf.data.copy_(made[number])
         return made
+
+    def kept(self) -> list[jax.Array]:
+        """Return what the program keeps for its backward pass, but for what the call is given."""
+        given = {
+            id(one) for one in jax.tree.leaves((self.prepared.state, self.prepared.given.values))
+        }
+        return [one for one in jax.tree.leaves(self.pull) if id(one) not in given]
 
     def like(self, asked: tuple[int, ...]) -> list[torch.dtype]:
         """Return the dtypes of the gradients that `pulled_back` returns."""

@@ -18,10 +18,12 @@ class CallHooks:
         after: Told of each program that has run: its module, the method, and the key of its random
             numbers.
         instead: Runs a call in place of its program: the module, the method, its code, arguments.
+        keeps: Told, ahead of `after`, what a program keeps for its backward pass: the arrays.
     """
 
     after: Callable[[Any, str, Any], None] | None = None
     instead: Callable[[Any, str, Any, Any, Any], Any] | None = None
+    keeps: Callable[[list[Any]], None] | None = None
 
 
 @dataclass(frozen=True)

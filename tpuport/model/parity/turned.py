@@ -57,6 +57,36 @@ class KeptArrays:
             return torch.from_numpy(held)
 
 
+class ToldDecisions:
+    """The decisions of one run of a program, as what it kept tells them."""
+
+    def __init__(self, kept: KeptArrays) -> None:
+        self._kept = kept
+        self._used: set[Any] = set()
+
+    def turned(
+        self, made: CallDecisions, shape: tuple[int, ...], positions: torch.Tensor, far: float
+    ) -> torch.Tensor | None:
+        """Return which decisions fall the other way in the program; None if nothing tells.
+
+        Several ops may have equal masks: the first array that was not used yet is this one's.
+
+        Args:
+            made: The decisions of the next call of an op that decides.
+            shape: That of what it decides on.
+            positions: The open ones.
+            far: How far rounding reaches.
+        """
+        other_run = made.other_run(positions, far)
+        keys = [(shape, index) for index in range(self._kept.count(shape))]
+        for key in sorted(keys, key=lambda key: (key in self._used, not self._kept.is_mask(*key))):
+            found = other_run(self._kept.array(*key))
+            if found is not None:
+                self._used.add(key)
+                return found
+        return None
+
+
 @dataclass(frozen=True)
 class CallSamples:
     """A call of an op that decides.
@@ -132,14 +162,13 @@ class Turned(TorchDispatchMode):
         reaches: Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        self._kept, self._exact, self._wide = kept, exact, wide
+        self._told, self._exact, self._wide = ToldDecisions(kept), exact, wide
         self._known = reaches
         self.reaches: list[float] = []
         self.count = 0
         self._calls = 0
         # The memory that the run has made itself: nothing else is written to.
         self._own: set[int] = set()
-        self._used: set[Any] = set()
         self._saved = SavedCopy()
 
     def __torch_dispatch__(
@@ -172,27 +201,11 @@ class Turned(TorchDispatchMode):
         positions = made.open(far, self._exact[number].ties)
         if not len(positions) or memory_of(x) not in self._own:
             return
-        turned = self._turned(made, x, positions, far)
+        turned = self._told.turned(made, tuple(x.shape), positions, far)
         if turned is not None and bool(turned.any()):
             made.turn(positions[turned])
             self._saved.update(x)
             self.count += int(turned.sum())
-
-    def _turned(
-        self, made: CallDecisions, x: torch.Tensor, positions: torch.Tensor, far: float
-    ) -> torch.Tensor | None:
-        """Return which decisions fall the other way in the port; None if nothing tells.
-
-        Several ops may have equal masks: the first array that was not used yet is this one's.
-        """
-        shape, other_run = tuple(x.shape), made.other_run(positions, far)
-        keys = [(shape, index) for index in range(self._kept.count(shape))]
-        for key in sorted(keys, key=lambda key: (key in self._used, not self._kept.is_mask(*key))):
-            found = other_run(self._kept.array(*key))
-            if found is not None:
-                self._used.add(key)
-                return found
-        return None
 
 
 def _form(func: Any, args: Any) -> tuple[str, tuple[int, ...]]:
