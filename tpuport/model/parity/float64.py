@@ -1,7 +1,7 @@
 """Eager PyTorch in float64, whatever dtypes its code asks for, and with rounding errors put in."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -124,17 +124,30 @@ class Float64(TorchDispatchMode):
                 del self._twins[old]
         self._twins[key] = StorageWeakRef(storage), flat
 
-    def _take(self, tensor: torch.Tensor, wide: torch.Tensor) -> None:
-        """Make `wide` the value of a new tensor."""
+    def _take(
+        self, tensor: torch.Tensor, wide: torch.Tensor, held: Collection[int] | None = None
+    ) -> None:
+        """Make `wide` the value of a new tensor.
+
+        Args:
+            tensor: The tensor.
+            wide: The value, which becomes the twin if it lies in memory as the tensor does.
+            held: The memory that belongs to others; None if `wide` may be anybody's.
+        """
         if tensor.is_complex():
-            pairs = (torch.view_as_real(one.resolve_conj()) for one in (tensor, wide))
-            self._take(*pairs)
+            seen, value = (torch.view_as_real(one.resolve_conj()) for one in (tensor, wide))
+            self._take(seen, value)
             return
         tensor.copy_(wide)
         if not _is_wide(tensor):
             return
         storage = tensor.untyped_storage()
-        flat = torch.zeros(_bytes(tensor) // tensor.itemsize, dtype=_WIDE[tensor.dtype])
+        count = _bytes(tensor) // tensor.itemsize
+        if held is not None and _address(wide) not in held and _lies_as(wide, tensor, count):
+            flat = torch.empty(0, dtype=wide.dtype).set_(wide.untyped_storage(), 0, (count,), (1,))
+            self._remember((storage._cdata, tensor.dtype), storage, flat)
+            return
+        flat = torch.zeros(count, dtype=_WIDE[tensor.dtype])
         flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).copy_(wide)
         self._remember((storage._cdata, tensor.dtype), storage, flat)
 
@@ -243,6 +256,8 @@ class Float64(TorchDispatchMode):
     def _settled(self, result: Any, wide: Any, inputs: list[torch.Tensor]) -> Any:
         """Return the result that the code sees, after giving it the values of the twins."""
         owned = {_address(tensor) for tensor in inputs}
+        twins = (self._twins.get((_address(one), one.dtype.to_real())) for one in inputs)
+        held = {_address(twin[1]) for twin in twins if twin is not None}
         seen, spec = tree_flatten(result)
         made = []
         for one, value in zip(seen, tree_leaves(wide), strict=True):
@@ -254,7 +269,8 @@ class Float64(TorchDispatchMode):
                 continue
             if one.shape != value.shape or 0 in one.stride():
                 one = torch.empty(value.shape, dtype=one.dtype)
-            self._take(one, value)
+            self._take(one, value, held)
+            held.add(_address(value))
             made.append(one)
         return tree_unflatten(made, spec)
 
@@ -283,6 +299,13 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _is_wide(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in _WIDE and _has_storage(value)
+
+
+def _lies_as(wide: torch.Tensor, tensor: torch.Tensor, count: int) -> bool:
+    """Return whether a wide value lies in its memory as a tensor does in its own, of that size."""
+    places = [(one.stride(), one.storage_offset()) for one in (wide, tensor)]
+    is_whole = _has_storage(wide) and _bytes(wide) == count * wide.itemsize
+    return wide.dtype == _WIDE[tensor.dtype] and is_whole and places[0] == places[1]
 
 
 def _is_memory(value: Any) -> bool:
