@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import io
+import itertools
 import linecache
 import os
 import sys
@@ -215,13 +216,23 @@ def _close_files() -> None:
     archives = getattr(sys.modules.get("zipfile"), "ZipFile", ())
     standard = {id(stream) for stream in (sys.stdin, sys.stdout, sys.stderr)}
     standard |= {id(getattr(one, "buffer", None)) for one in (sys.stdin, sys.stdout, sys.stderr)}
-    objects = [one for one in gc.get_objects() if id(one) not in standard]
     # Closing a file closes what is below it, and first writes what it has.
-    for kind in (archives, io.TextIOBase, io.BufferedIOBase):
-        for one in objects:
-            if issubclass(type(one), kind):  # an object may make up what its class is
-                with contextlib.suppress(OSError, ValueError, AttributeError):
-                    one.close()
+    kinds: tuple[Any, ...] = (archives, io.TextIOBase, io.BufferedIOBase)
+    found: list[list[Any]] = [[] for _ in kinds]
+    # There may be a million objects, of a few thousand classes, which live as long as they do.
+    known: dict[int, list[list[Any]]] = {}
+    for one in gc.get_objects():
+        of = type(one)  # an object may make up what its class is
+        lists = known.get(id(of))
+        if lists is None:
+            pairs = zip(kinds, found, strict=True)
+            lists = known[id(of)] = [held for kind, held in pairs if issubclass(of, kind)]
+        for held in lists:
+            held.append(one)
+    for one in itertools.chain.from_iterable(found):
+        if id(one) not in standard:
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                one.close()
 
 
 def _flush() -> None:
