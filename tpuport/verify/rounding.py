@@ -155,7 +155,9 @@ class Rounding:
         # How the first step takes what the port's programs tell, if they do.
         self._first: PortTaken | None = None
         self._seconds, self._deadline = seconds, time.monotonic() + seconds
-        self._longest = _SLOWER * longest
+        # By whether it is in float64, the longest run.
+        self._took = dict.fromkeys((False, True), _SLOWER * longest)
+        self._known: set[bool] = set()
         # What is turned in float64, and in eager PyTorch, so that they take the port's decisions.
         self._in_port: list[OpenDecision] = []
         self._in_eager: list[OpenDecision] = []
@@ -361,8 +363,9 @@ class Rounding:
             return None
         open_ones = len(found)
         found = sorted(sorted(found, key=lambda one: one.margin / one.reach)[:_MOST_OPEN])
-        if self._longest * (len(found) + 1) > self.left:
-            each = f"{len(found)} decisions one by one, {self._longest:.0f} seconds each"
+        longest = self._took[kind == "gradient"]  # which is compared in float64
+        if longest * (len(found) + 1) > self.left:
+            each = f"{len(found)} decisions one by one, {longest:.0f} seconds each"
             self.why_not = (
                 f"to turn {each}, would take longer than the {self.left:.0f} left; {MORE_TIME}"
             )
@@ -418,7 +421,7 @@ class Rounding:
         takes: PortTaken | None = None,
         side: str = "",
     ) -> WatchedRun | None:
-        if self._longest > self.left:
+        if self._took[wide] > self.left:
             late = f"its runs would take more than {self._seconds:.0f} seconds; {MORE_TIME}"
             self.why_not = self.why_not or late
             return None
@@ -431,7 +434,9 @@ class Rounding:
         name = f"rounding-{len(self._folders)}"
         every = {**self._settings, **settings, **wanted}
         ended = run(self._what, name, self._out, every, seconds=self.left)
-        self._longest = max(self._longest, ended.seconds) if self._folders else ended.seconds
+        before = self._took[wide] if wide in self._known else 0.0
+        self._took[wide] = max(before, ended.seconds)
+        self._known.add(wide)
         self._folders.append(ended.folder)
         if ended.status is None:
             over = f"a run of it was stopped as {self._seconds:.0f} seconds were over"
