@@ -154,6 +154,7 @@ class InThisProcess:
         return FinishedRun(folder, 0, seconds=0.1)
 
     def train(self, recorder: StepRecorder) -> None:
+        torch.manual_seed(0)
         net, loss_of = self.script()
         optimizer = torch.optim.SGD(net.parameters(), 1e-2)
         while True:
@@ -177,9 +178,10 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
         what = VerifiedScript(Path("train.py"))
         eager = run(what, "eager", tmp_path)
         ported = run(what, "ported", tmp_path, {"around": [NOTED, LEFT, KEPT]})
+        what, eager, settings, _ = report._on_same_numbers(what, eager, ported, tmp_path)
         assert not numbers(Recording(eager.folder), Recording(ported.folder), 1e-4).passed
         before = run.runs
-        found = report._compared(what, eager, ported, tmp_path, limits, {}, 600.0)
+        found = report._compared(what, eager, ported, tmp_path, limits, settings, 600.0)
         return *found, run.runs - before
 
     return verify
@@ -269,6 +271,19 @@ def test_a_script_takes_them_in_all_steps(verified):
     assert [stage.passed for stage in stages] == [True] * 3, stages[2].checks
     assert (undecided, runs) == ("", 9)
     assert len([note for note in notes if "element 2 of relu[16, 32]" in note]) == 2
+
+
+@pytest.mark.parametrize("fault", ["", "scaled gradient"])
+def test_they_are_taken_beside_the_random_numbers_of_the_port(verified, fault):
+    """Two programs: the one that draws, and the one that decides."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Dropout(0.25), Net(KINKS["relu"], fault=fault))
+
+    stages, _, undecided, runs = verified(training(net), 2)
+    assert stages[1].passed is not bool(fault), stages[1].checks
+    assert undecided == ""
+    assert fault or runs == 9
 
 
 def later(change: Callable[[Any], None]) -> Script:
