@@ -23,12 +23,21 @@ from typer.testing import CliRunner
 import tpuport
 from tpuport.cli.app import app
 from tpuport.compat.emulated.settings import active
+from tpuport.model.parity.decisions import decisions
+from tpuport.model.parity.turned import KeptArrays, ToldDecisions
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.verify import report, rounding
 from tpuport.verify.compare import Limits, Recording, numbers
 from tpuport.verify.draws import NOTED
 from tpuport.verify.left_gradients import LEFT
-from tpuport.verify.port_decisions import FOLDER, KEPT, KeptFiles, stored
+from tpuport.verify.port_decisions import (
+    FOLDER,
+    KEPT,
+    KeptFiles,
+    PortDecisions,
+    save_ties,
+    stored,
+)
 from tpuport.verify.processes import FinishedRun, VerifiedScript
 from tpuport.verify.recorder import EnoughSteps, StepRecorder
 
@@ -269,7 +278,7 @@ def test_a_number_further_from_a_kink_than_rounding_reaches_is_on_its_side(verif
 def test_a_script_takes_them_in_all_steps(verified):
     stages, notes, undecided, runs = verified(training(lambda: Net(KINKS["relu"])), 3)
     assert [stage.passed for stage in stages] == [True] * 3, stages[2].checks
-    assert (undecided, runs) == ("", 9)
+    assert (undecided, runs) == ("", RUNS + 3)
     assert len([note for note in notes if "element 2 of relu[16, 32]" in note]) == 2
 
 
@@ -283,7 +292,7 @@ def test_they_are_taken_beside_the_random_numbers_of_the_port(verified, fault):
     stages, _, undecided, runs = verified(training(net), 2)
     assert stages[1].passed is not bool(fault), stages[1].checks
     assert undecided == ""
-    assert fault or runs == 9
+    assert fault or runs == RUNS + 3
 
 
 def later(change: Callable[[Any], None]) -> Script:
@@ -344,6 +353,23 @@ def test_what_no_program_tells_is_searched_for(verified):
     assert runs > 4
     assert any("element 2 of relu[16, 32]" in note for note in notes)
     assert any("element 29 of relu[16, 4]" in note for note in notes)
+
+
+@pytest.mark.parametrize(("apart", "told"), [(1e-6, 1), (1e-3, None)])
+def test_nothing_is_taken_where_runs_have_drifted_apart(tmp_path, apart, told):
+    """One number of a call is open, or a tenth of them: then the port tells nothing."""
+    x = torch.linspace(-0.1, 0.1, 2048).reshape(32, 64)
+    x[0, 0] = 1e-9
+    relu = torch.ops.aten.relu.default
+    made = decisions(relu, (x,), {}, lambda tensor: tensor.double())
+    assert made is not None
+    save_ties(tmp_path, {})
+    exact = {"op": str(relu), "shape": [32, 64], "samples": (made.samples + apart).tolist()}
+    port = PortDecisions(tmp_path / FOLDER, tmp_path, [exact])
+    port._told = ToldDecisions(KeptArrays([jnp.asarray((x > 1e-8).numpy())]))
+    taken = port.taken(0, relu, x, made)
+    assert (None if taken is None else len(taken.told)) == told
+    assert taken is None or taken.turned.tolist() == [0]
 
 
 def test_kept_arrays_are_written_as_far_as_there_is_room(tmp_path):

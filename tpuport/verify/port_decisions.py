@@ -33,6 +33,9 @@ KEPT = "tpuport.verify.port_decisions:kept"
 FOLDER, TIES = "kept", "ties.safetensors"
 # So much of one run is written: masks first, of each call.
 _MOST_BYTES = 1 << 30
+# If more of a call are open, by number and share, the runs have drifted apart over some steps: then
+# how far they are from each other says nothing of rounding.
+_FEW, _SHARE = 16, 0.01
 
 
 class KeptFiles:
@@ -234,6 +237,8 @@ class PortDecisions:
         if self._told is None or far is None:
             return None
         positions = made.open(far, self._ties_of(number, len(made.margins)))
+        if len(positions) > max(_FEW, _SHARE * len(made.margins)):
+            return None
         none = positions[:0]
         turned = self._told.turned(made, shape, positions, far) if len(positions) else None
         if turned is None:

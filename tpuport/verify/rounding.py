@@ -264,9 +264,18 @@ class Rounding:
         if both is None:
             self.why_not = self.why_not or _FAILS
             return None
-        plain, truth, takes = both
+        plain, truth = both
+        takes = PortTaken(truth, plain) if plain.told else None
         if takes is not None:
             disturbed = self._disturbed(takes)
+            stage = self._behaviour(plain.recording, disturbed)
+            if stage.passed:
+                return ExplainedStage(stage, self._later(plain))
+            # It took those of the first step only, and is further away than by rounding alone.
+            made = self._run({}, wide=True, turned=self._in_port, takes=takes)
+            if made is None or not self._is_same_way(plain, made):
+                return None
+            truth = made
         rounded = [truth.recording, *disturbed]
 
         def turned(decisions: Sequence[OpenDecision]) -> Recording | None:
@@ -300,37 +309,19 @@ class Rounding:
         before = set() if near is None else near.told
         return [one for one in plain.taken if one.place not in before]
 
-    def _all_steps(
-        self, plain: WatchedRun
-    ) -> tuple[WatchedRun, WatchedRun, PortTaken | None] | None:
-        """Run all steps in float64, and in both dtypes with what the port's programs tell.
-
-        How far rounding reaches in later steps shows between runs that take the same decisions. So
-        both run again, once they have taken those that are open between others.
+    def _all_steps(self, plain: WatchedRun) -> tuple[WatchedRun, WatchedRun] | None:
+        """Run all steps in its own dtypes with what the port's programs tell, and in float64.
 
         Args:
-            plain: Eager PyTorch that takes them in the first step.
-
-        Returns:
-            The run in its own dtypes, that in float64, and what both take, if anything is told.
+            plain: Eager PyTorch that takes what they tell of the first step.
         """
         truth = self._run({}, wide=True, turned=self._in_port, takes=self._first)
-        if truth is None:
-            return None
-        if self._kept is None:
-            return (plain, truth, None) if self._is_same_way(plain, truth) else None
-        near = self._near(truth)
-        if near is None or not near.told:
-            return None if near is None else (near, truth, None)
-        takes = PortTaken(truth, near)
-        truth = self._run({}, wide=True, turned=self._in_port, takes=takes)
-        near = None if truth is None else self._near(truth)
-        return None if truth is None or near is None else (near, truth, PortTaken(truth, near))
-
-    def _near(self, truth: WatchedRun) -> WatchedRun | None:
-        """Run all steps with the decisions that are open beside a run in float64."""
-        made = self._run({}, wide=False, turned=self._in_eager, takes=PortTaken(truth))
-        return None if made is None or not self._is_same_way(made, truth) else made
+        if truth is not None and self._kept is not None:
+            near = self._run({}, wide=False, turned=self._in_eager, takes=PortTaken(truth))
+            if near is None:
+                return None
+            plain = near
+        return None if truth is None or not self._is_same_way(plain, truth) else (plain, truth)
 
     def _is_same_way(self, plain: WatchedRun, truth: WatchedRun) -> bool:
         """Return whether eager PyTorch in float64 makes the same calls."""
