@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
@@ -26,7 +27,7 @@ from tpuport.compat.emulated.settings import active
 from tpuport.model.parity.decisions import decisions
 from tpuport.model.parity.turned import KeptArrays, ToldDecisions
 from tpuport.tracing.core.tensor import TracedTensor
-from tpuport.verify import report, rounding
+from tpuport.verify import port_decisions, report, rounding
 from tpuport.verify.compare import Limits, Recording, numbers
 from tpuport.verify.draws import NOTED
 from tpuport.verify.left_gradients import LEFT
@@ -394,6 +395,24 @@ def test_kept_arrays_are_written_as_far_as_there_is_room(tmp_path):
     assert found[0][0].dtype == np.bool_
     written = sum(path.stat().st_size for path in (tmp_path / FOLDER).iterdir())
     assert written < 2 * 4000
+
+
+def test_a_full_disk_ends_what_is_known(tmp_path, monkeypatch):
+    """A file that is there in part says nothing."""
+
+    def full(parts: Any, path: Path, metadata: Any) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    files, mask = KeptFiles(tmp_path / FOLDER), jnp.arange(1000) % 3 == 0
+    monkeypatch.setattr(port_decisions, "save_file", full)
+    files.take([mask])
+    files.next()
+    monkeypatch.undo()
+    files.take([mask])
+    files.next()
+    assert list((tmp_path / FOLDER).iterdir()) == []
+    assert [stored(tmp_path / FOLDER, number) for number in range(2)] == [[], []]
 
 
 SCRIPT = """

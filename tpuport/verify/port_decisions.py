@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from tpuport.compat.emulated.settings import active
@@ -54,7 +54,7 @@ class KeptFiles:
         """Write what the next call kept, if it kept anything."""
         arrays, self._arrays = self._arrays, []
         number, self._number = self._number, self._number + 1
-        held = [one for one in arrays if one.ndim and one.size]
+        held = [one for one in arrays if getattr(one, "ndim", 0) and one.size]
         masks = [_packed(np.asarray(one)) for one in held if one.dtype == jnp.bool_]
         floats = [one for one in held if jnp.issubdtype(one.dtype, jnp.floating)]
         size = sum(one.nbytes for one, _ in masks)
@@ -65,9 +65,14 @@ class KeptFiles:
         every = masks + [_plain(one) for one in floats]
         parts = {str(index): array for index, (array, _) in enumerate(every)}
         forms = json.dumps([form for _, form in every])
+        path = _file(self._folder, number)
         try:
-            save_file(parts, _file(self._folder, number), {"forms": forms})
-        except OSError:  # the disk is full: nothing is known of this call and of later ones
+            save_file(parts, path, {"forms": forms})
+        except (
+            OSError,
+            SafetensorError,
+        ):  # the disk is full: of later calls, too, nothing is known
+            path.unlink(missing_ok=True)
             self._left = 0
         self._left -= sum(array.nbytes for array in parts.values())
 
