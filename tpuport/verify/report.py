@@ -46,6 +46,7 @@ from tpuport.verify.stage_table import stage_table
 STAGES = ("interface", "numbers", "behaviour")
 EQUAL, DIFFERS, UNDECIDED, FAILED = "equal", "differs", "undecided", "failed"
 _MOST_SHOWN = 3
+_FIRST = "gradients of the first step"
 # For the runs that tell rounding from a fault, if nothing else is said; and at least so many.
 _ROUNDING_S, _LEAST_ROUNDING_S = 420.0, 60.0
 # The name of the run of eager PyTorch on the port's random numbers.
@@ -264,8 +265,11 @@ def _compared(
     with contextlib.closing(rounding):
         if not stages[1].passed:
             explained = rounding.of_numbers()
-            notes += _explained(explained, "gradients of the first step")
+            notes += _explained(explained, _FIRST)
             if explained is None:
+                if rounding.beside is not None:
+                    stages[1] = rounding.beside.stage
+                    notes += _explained(rounding.beside, _FIRST)
                 return stages, notes, _undecided(stages, rounding.why_not)
             stages[1] = explained.stage
         elif not stages[2].passed:
@@ -299,9 +303,10 @@ def _explained(found: ExplainedStage | None, what: str) -> list[str]:
     shown = "; ".join(str(one) for one in found.turned[:_MOST_SHOWN])
     more = len(found.turned) - _MOST_SHOWN
     shown += f"; and {more} more" if more > 0 else ""
+    outcome = "agree" if found.stage.passed else "still differ"
     return [
         f"rounding: in the port, numbers are on the other side of a kink, or another one is the"
-        f" largest ({shown}). With the same in eager PyTorch, {what} agree."
+        f" largest ({shown}). With the same in eager PyTorch, {what} {outcome}."
     ]
 
 

@@ -133,6 +133,8 @@ class Rounding:
 
     Attributes:
         why_not: Why nothing can be said, if so.
+        beside: What differs in the first step from eager PyTorch that takes the decisions of the
+            port's programs, if it does.
     """
 
     def __init__(
@@ -162,6 +164,7 @@ class Rounding:
         self._in_port: list[OpenDecision] = []
         self._in_eager: list[OpenDecision] = []
         self.why_not = ""
+        self.beside: ExplainedStage | None = None
 
     @property
     def left(self) -> float:
@@ -194,6 +197,7 @@ class Rounding:
             stage = numbers(plain.recording, self._ported, limit)
             if stage.passed:
                 return ExplainedStage(stage, taken)
+            self.beside = ExplainedStage(stage, taken)
         elif not self._is_repeated(plain):
             return None
         explained = self._of_numbers(first, exact, plain)
