@@ -28,6 +28,7 @@ REFUSED = {
     "one value by a mask and an index": lambda x, k: x.index_put_((k > 0, k[1:]), k.sum()),
     "masked_scatter_": lambda x, k: k.masked_scatter_(k > 0, x[:, 0]),
     "lerp": lambda x, k: torch.lerp(x, x.double(), 0.5),
+    "einsum with a sum": lambda x, k: torch.einsum("ij,j->i", x, k),
     "cross": lambda x, k: torch.linalg.cross(x, x.double()),
     "argmax": lambda x, k: (k > 0).argmax(),
     "argmin": lambda x, k: (k > 0).argmin(0),
@@ -87,3 +88,16 @@ def test_casts_that_eager_makes_are_made():
         return a, b, c, h, gcd, filled, x[:0].unfold(1, 2, 1)
 
     check_calls(Scenario("casts", lambda: casts, ((X, K), (-X, K.flip(0)))), by_tpuport)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, k: torch.einsum("ij,j->ij", x, k),
+        lambda x, k: torch.einsum("ij,k->ikj", torch.complex(x, x), k),
+        lambda x, k: torch.einsum("ij,k->k", x, k.bool()),
+        lambda x, k: torch.einsum("ij,ij,i->ij", x, x.bfloat16(), k),
+    ],
+)
+def test_an_einsum_without_a_sum_of_products_promotes_dtypes(function: Any):
+    check_calls(Scenario("einsum", lambda: function, ((X, K), (X * 2, K + 1))), by_tpuport)

@@ -88,6 +88,23 @@ def test_a_write_to_what_may_be_a_view_is_refused() -> None:
         ported(rows(2, 2))
 
 
+class Grouped(Shuffled):
+    """Columns that are kept are filled up to whole groups, as TabPFN does with features."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        picked = self.lin(x)[:, x[0, :, 0] > 0].transpose(1, 2)
+        filled = nn.functional.pad(picked, (0, -picked.shape[-1] % 3))
+        rows, columns, count = filled.shape
+        groups = filled.reshape(rows, columns * (count // 3), 3)
+        return groups.sum(-1), groups.reshape(rows, columns, count // 3, 3).mean(1)
+
+
+def test_groups_of_a_size_that_depends_on_data() -> None:
+    calls = tuple((rows(n, n),) for n in (3, 6, 1, 4))
+    ported = check_calls(Scenario("grouped", Grouped, calls), by_tpuport)
+    assert not ported.report.retraces
+
+
 class Viewed(Shuffled):
     """`view`, `flatten` and `ravel` merge a size with dims before it, as `reshape` does."""
 
@@ -111,8 +128,14 @@ class Sums(Viewed):
         return [part.float().sum() for part in super().forward(x)]
 
 
-def test_the_gradient_of_such_a_view() -> None:
-    check_gradients(Scenario("sums", Sums, ((rows(3, 3),),)), by_tpuport)
+class GroupSums(Grouped):
+    def forward(self, x: torch.Tensor) -> Any:
+        return [part.square().sum() for part in super().forward(x)]
+
+
+@pytest.mark.parametrize("kind", [Sums, GroupSums])
+def test_the_gradient_of_such_a_view(kind: type[nn.Module]) -> None:
+    check_gradients(Scenario("sums", kind, ((rows(3, 3),),)), by_tpuport)
 
 
 def test_a_view_that_does_not_fit_raises_as_in_eager() -> None:

@@ -10,6 +10,7 @@ Contents:
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -444,3 +445,56 @@ def test_a_port_is_neither_pickled_nor_deep_copied():
             copied(ported)
     x = torch.ones(2, 3)
     assert torch.equal(tpuport.to_torch(copy.copy(ported)(x)), tpuport.to_torch(ported(x)))
+
+
+def _data_of_a_traced_write(weight: nn.Parameter, x: torch.Tensor) -> None:
+    made = torch.empty(2, 3)
+    made[:, 0], made[:, 1:] = x[0, :2], weight[:, 1:] * 2
+    weight.data = made
+
+
+def _data_written_later(weight: nn.Parameter, x: torch.Tensor) -> None:
+    made = torch.ones(3, 2)
+    weight.data = made.t()
+    made[0] += x.mean()
+    made[1] = 7
+
+
+def _data_written_by_both_names(weight: nn.Parameter, x: torch.Tensor) -> None:
+    made = torch.zeros(2, 3)
+    weight.data = made
+    weight += x.mean()
+    weight.mul_(made.sum())
+
+
+def _set_to_memory_written_later(weight: nn.Parameter, x: torch.Tensor) -> None:
+    made = torch.ones(2, 3)
+    weight.set_(made)
+    made *= x.sum()
+
+
+@pytest.mark.parametrize(
+    "assign",
+    [
+        _data_of_a_traced_write,
+        _data_written_later,
+        _data_written_by_both_names,
+        _set_to_memory_written_later,
+    ],
+)
+def test_a_weight_shares_the_memory_of_a_tensor_of_the_host_that_it_is_given(
+    assign: Callable[[nn.Parameter, torch.Tensor], None],
+):
+    class Assigning(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                assign(self.weight, input)
+            return super().forward(input)
+
+    model = Assigning(3, 2)
+    ported = tpuport.convert(copy.deepcopy(model), verify=False)
+    for number in range(2):
+        x = normal(4, 3, seed=number)
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), model(x))
+        weight = tpuport.to_torch(ported.params["weight"])
+        torch.testing.assert_close(weight, model.weight.detach())

@@ -1,5 +1,6 @@
 """Tensors of a class of the user's: class, attributes, values and gradients are eager's."""
 
+import copy
 import pickle
 
 import pytest
@@ -356,3 +357,50 @@ def test_the_class_of_a_parameter_cannot_change_in_a_call():
 
     with pytest.raises(PortError, match="TPU402"):
         tpuport.convert(Changing(), verify=False)(X)
+
+
+def _copied(made, of):
+    made.__dict__ = copy.copy(of.__dict__)
+
+
+def _deeply(made, of):
+    made.__dict__ = copy.deepcopy(of.__dict__)
+
+
+def _updated(made, of):
+    made.__dict__.update(of.__dict__)
+
+
+def _by_items(made, of):
+    for name, value in vars(of).items():
+        vars(made).setdefault(name, value)
+    vars(made)["kind"] = vars(made).pop("kind", None)
+
+
+@pytest.mark.parametrize("take", [_copied, _deeply, _updated, _by_items])
+def test_a_result_takes_the_dict_of_attributes_of_an_operand(take):
+    class Taking(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            made = super().__torch_function__(func, types, args, kwargs or {})
+            if isinstance(made, Taking) and isinstance(args[0], Taking):
+                take(made, args[0])
+            return made
+
+    def computed(x):
+        x = x.as_subclass(Taking)
+        x.kind = ["image"]
+        y = torch.exp(x) * 2
+        y.number = len(vars(y))
+        return y, y.sum(1), sorted(vars(y))
+
+    ported = tpuport.convert(computed, verify=False)
+    for x in (X, X + 1):
+        *expected, names = computed(x)
+        *found, found_names = ported(x)
+        assert found_names == names
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.__class__ is type(theirs) is Taking
+            assert ours.kind == theirs.kind == ["image"]
+            plain = tpuport.to_torch(ours).as_subclass(torch.Tensor)
+            torch.testing.assert_close(plain, theirs.as_subclass(torch.Tensor))

@@ -277,3 +277,42 @@ def test_a_structure_that_a_call_leaves_counts_all_until_a_program_is_traced():
     expected = called("cpu")
     with tpuport.porting():
         assert called("cuda") == expected
+
+
+class Remembers(Plain):
+    """Keeps the statistics of its input, so that its first call leaves another structure."""
+
+    def forward(self, x):
+        self.stdev = x.detach().std(0, keepdim=True) + 1
+        return super().forward(x / self.stdev) * self.stdev.mean()
+
+
+def test_a_trainer_is_no_part_of_a_structure_that_a_call_leaves():
+    def each(net, number):
+        # What a loop of a trainer holds: tensors that change.
+        net.trainer.batch = {"loss": net.weight.detach() * number, "seen": torch.ones(number)}
+
+    traces, net, _ = ported(Remembers, each)
+    assert traces <= 4
+    assert net.trainer.step == 18
+
+
+class Switches(Base):
+    """Its first call leaves a structure whose program looks at what the first did not."""
+
+    mode = "new"
+
+    def forward(self, x):
+        y = self.norm(x @ self.weight)
+        if self.mode == "new":
+            self.mode = "known"
+            return y
+        return y * self.scale + self.shift
+
+
+def test_an_attribute_that_only_the_next_structure_looks_at_counts():
+    def each(net, number):
+        net.scale, net.shift = 1.0 + number, torch.full((2,), float(number % 4)).to(net.mean.device)
+
+    _, net, _ = ported(Switches, each)
+    assert (net.mode, net.scale) == ("known", 9.0)

@@ -33,6 +33,7 @@ class ModuleStructure:
         frame: the module's own part.
         unread: the attributes that have changed and count no more, by full name.
         reads: which attributes code looked at while its programs were traced; None before that.
+        earlier: what it looked at in the structure before, for the time until then.
     """
 
     number: int
@@ -41,6 +42,7 @@ class ModuleStructure:
     unread: frozenset[str]
     frame: Frame | None = None
     reads: AttributeReads | None = None
+    earlier: AttributeReads | None = None
 
 
 class Structures:
@@ -126,11 +128,12 @@ class Structures:
             outside: the names of values outside that have changed.
             inputs: the names of state that programs take.
         """
-        if self.now.reads is None:
+        reads = self.now.reads or self.now.earlier
+        if reads is None:
             return self.now.unread
         own = (name.removeprefix(OWN) for name in outside if name.startswith(OWN))
         changed = {*differences(before, after), *own} - before.registered - after.registered
-        found = unread(changed, self.now.reads, {**before.owners, **after.owners})
+        found = unread(changed, reads, {**before.owners, **after.owners})
         return self.now.unread | _without_inputs(found, inputs)
 
     def leave_out(self, unread: frozenset[str], outside: list[str]) -> bool:
@@ -209,7 +212,9 @@ class Structures:
                 return
         self._in_a_row.new(changed, self._user)
         unread = _without_inputs(unread, inputs)
+        reads = self.now.reads or self.now.earlier
         self.now = self._new(len(self._known), unread, outside or self._look(unread))
+        self.now.earlier = reads
         self._known.append(self.now)
         self._is_found = True
 

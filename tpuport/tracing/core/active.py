@@ -120,6 +120,10 @@ class ActiveTrace(Protocol):
         """Record a new traced number."""
         ...
 
+    def promote(self, tensor: Any) -> Any:
+        """Return what stands for a tensor of the host, whose memory is traced from here on."""
+        ...
+
     def add_leaf(self, tensor: Any) -> str:
         """Record a tensor that `backward()` gives a gradient, and return a name for its value."""
         ...

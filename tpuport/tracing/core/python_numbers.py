@@ -3,6 +3,7 @@
 Every function here is called inside of `int64.scope()`, with int64 or float64 arrays.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -197,3 +198,39 @@ ESTIMATES: dict[str, Callable[[Any, Any], Any]] = {
 def clipped(span: Span, limits: Span = INT64) -> Span:
     """Return the part of a span that is within limits."""
     return max(min(span[0], limits[1]), limits[0]), min(max(span[1], limits[0]), limits[1])
+
+
+# -- bounds of numbers -----------------------------------------------------------------------------
+
+_BOUNDED: dict[str, Callable[[float, float], float]] = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "mul": lambda x, y: x * y,
+    "sym_min": min,
+    "sym_max": max,
+}
+Bounds = tuple[float, float]
+
+
+def bounds_of(name: str, kind: type, a: Bounds, b: Bounds) -> Bounds:
+    """Return (low, high) of the result of an operation, infinite if it is not known.
+
+    Args:
+        name: The operation, as torch names it.
+        kind: The type of the result.
+        a: The bounds of the left side.
+        b: The bounds of the right side.
+    """
+    operation = _BOUNDED.get(name)
+    if kind is int and b[0] > 0 and name == "mod":
+        return 0, b[1] - 1
+    if kind is int and b[0] > 0 and name in ("floordiv", "int_floordiv"):
+        operation = _floored
+    values = [operation(x, y) for x in a for y in b] if operation else [math.nan]
+    if any(math.isnan(v) for v in values):
+        return -math.inf, math.inf
+    return min(values), max(values)
+
+
+def _floored(x: float, y: float) -> float:
+    return x // y if math.isfinite(x) else x

@@ -29,6 +29,7 @@ from tpuport.tracing.core.python_numbers import (
     INT_DIGITS,
     SPANS,
     beyond_int64,
+    bounds_of,
     clipped,
     floor_divide,
     inexact,
@@ -479,24 +480,6 @@ def _decided(name: str, a: NumberNode, b: NumberNode) -> tuple[int, int]:
     return (1, 1) if always else (0, 0) if never else (0, 1)
 
 
-def _corners(
-    op: Callable[[float, float], float], a: NumberNode, b: NumberNode
-) -> tuple[float, float]:
-    values = [op(x, y) for x in (a.low, a.high) for y in (b.low, b.high)]
-    if any(math.isnan(v) for v in values):
-        return -math.inf, math.inf
-    return min(values), max(values)
-
-
-_BOUNDED: dict[str, Callable[[float, float], float]] = {
-    "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
-    "mul": lambda x, y: x * y,
-    "sym_min": min,
-    "sym_max": max,
-}
-
-
 def _arithmetic(
     name: str, operation: Callable[..., Any], result: type | None
 ) -> Callable[..., NumberNode]:
@@ -525,10 +508,8 @@ def _arithmetic(
                     _refuse_beyond(name, a, b)
         if name == "float_pow" and not is_numpy:
             _refuse_power(self, other, value)
-        bounds = _BOUNDED.get(name)
-        low, high = _corners(bounds, self, other) if bounds else (-math.inf, math.inf)
-        if name == "mod" and kind is int and other.low > 0:
-            low, high = 0, other.high - 1
+        bounds = (self.low, self.high), (other.low, other.high)
+        low, high = bounds_of(name, kind, *bounds)
         made = NumberNode(value, kind, low, high, _combined(name, kind, self, other), span)
         made.is_numpy = is_numpy
         return made

@@ -473,9 +473,7 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     def data(  # pyright: ignore[reportIncompatibleMethodOverride]  (stubs name it otherwise)
         self, value: torch.Tensor
     ) -> None:
-        old, trace = self._elem, self._storage.trace
-        if not isinstance(value, TracedTensor):
-            value = wrap(backend.to_jax(value), value.dtype, trace=trace)
+        old, value = self._elem, self._traced(value)
         # Autograd does not see the assignment: the gradient is still that of the old value.
         step = ViewStep(lambda v: replace_value(old, v), replace_value)
         if value.dtype != self.dtype or old.shape != value._elem.shape:
@@ -490,9 +488,18 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
 
     def set_storage_of(self, value: torch.Tensor) -> None:
         """Become another alias of a tensor, of its shape."""
-        if not isinstance(value, TracedTensor):
-            value = wrap(backend.to_jax(value), value.dtype, trace=self._storage.trace)
+        value = self._traced(value)
         self._rebind_here(value._storage, value._chain)
+
+    def _traced(self, value: torch.Tensor) -> "TracedTensor":
+        """Return a tensor, or what stands for a tensor of the host, in the trace of this one."""
+        if isinstance(value, TracedTensor):
+            return value
+        trace = self._storage.trace
+        if trace is None:
+            return wrap(backend.to_jax(value), value.dtype)
+        # Its memory is shared from here on, and may already hold what the program wrote to it.
+        return trace.promote(value)
 
     def _rebind_here(self, storage: Storage, chain: tuple[ViewStep, ...]) -> None:
         trace = self._storage.trace

@@ -15,6 +15,7 @@ import torch
 from tpuport.foundation.pytree.tensor_classes import OfClass, is_class_of_tensors
 from tpuport.tracing.core.as_subclass import makes
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.set_attributes import SetAttributes
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, to_cpu, view_of
 from tpuport.tracing.core.view_steps import VIEWS, ViewStep
 
@@ -35,6 +36,15 @@ _READ = frozenset(
 _ASKED = ("shape", "ndim", "dtype", "device")
 
 
+# Where a tensor keeps what it has; classes of the user's show a part of it as `__dict__`.
+_STATE_OF: Any = vars(torch.Tensor)["__dict__"]
+
+
+def state_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return all that a tensor has, where its class shows user code a part of it."""
+    return _STATE_OF.__get__(tensor)
+
+
 class _OfClass(OfClass, TracedTensor):
     """The part of a joined class that is the traced tensor's."""
 
@@ -48,13 +58,21 @@ class _OfClass(OfClass, TracedTensor):
         """Return the class that user code sees."""
         return type(self)._kind
 
+    def _shown(self) -> dict[str, Any]:
+        """Return what user code sees as `__dict__`: the attributes that it has set."""
+        return SetAttributes(self)
+
+    def _take_shown(self, held: dict[str, Any]) -> None:
+        """Set what user code gives as `__dict__`, without what a traced tensor keeps in its own."""
+        self._set_attributes({name: held[name] for name in held if name not in OWN})
+
     def _class_seen_by_code(self) -> type[torch.Tensor]:
         """Return the class that user code sees."""
         return type(self)._kind
 
     def _plain_tensor(self) -> TracedTensor:
         """Return the plain tensor with the same state; made anew after a change of shape."""
-        core, held = vars(self)["_class_seen"]
+        core, held = state_of(self)["_class_seen"]
         if core is None or held != _layout(self):
             with torch._C.DisableTorchFunctionSubclass():
                 core = TracedTensor(self._storage, self._chain, meta_of(self))
@@ -63,15 +81,16 @@ class _OfClass(OfClass, TracedTensor):
 
     def _attributes_set(self) -> dict[str, Any]:
         """Return the attributes that the user's code has set."""
-        return {name: value for name, value in vars(self).items() if name not in OWN}
+        return {name: value for name, value in state_of(self).items() if name not in OWN}
 
     def _set_attributes(self, held: dict[str, Any]) -> None:
         """Set these attributes, and delete others."""
+        state = state_of(self)
         for name in self._attributes_set():
-            del vars(self)[name]
+            del state[name]
         for name in held:
             _refuse_name(type(self)._kind, name)
-        vars(self).update(held)
+        state.update(held)
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -123,10 +142,10 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _join(tensor: TracedTensor, core: TracedTensor) -> None:
     """Let two tensors, one of them of a class, have one state."""
-    state = vars(tensor) or vars(core)
+    state = state_of(tensor) or state_of(core)
     state["_class_seen"] = (core, _layout(core))
     for one in (tensor, core):
-        object.__setattr__(one, "__dict__", state)
+        _STATE_OF.__set__(one, state)
 
 
 @makes("view")
@@ -191,6 +210,7 @@ def joined(kind: type[torch.Tensor]) -> type[TracedTensor]:
         space["__torch_function__"] = _DISABLED if disabled else classmethod(torch_function)
         for name in ("__class__", "__reduce_ex__"):
             space[name] = vars(_OfClass)[name]
+        space["__dict__"] = property(_OfClass._shown, _OfClass._take_shown)
         space["__new__"] = lambda cls, *args, **kwargs: kind.__new__(kind, *args, **kwargs)
 
     return types.new_class(kind.__name__, (kind, _OfClass), exec_body=fill)  # type: ignore[return-value]

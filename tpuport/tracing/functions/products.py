@@ -114,14 +114,14 @@ def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     equation = args[0].replace(" ", "")
     if any(extents_of(o) for o in operands):
         return contractions.einsum(equation, operands)
-    if len(operands) > 1:
-        check_one_dtype(operands)
-    dtypes = {o.dtype for o in operands}
-    # If the operands have one dtype so has the result, and jax computes its shape: torch, which is
-    # slow, is not asked.
-    meta = dtypes.pop() if len(dtypes) == 1 else torch.einsum(equation, *_metas(operands))
+    if any(o.dtype != operands[0].dtype for o in operands):
+        # Those without a sum are elementwise, and promote; the product of a sum raises.
+        return NotImplemented
+    # The result has the dtype of the operands, and jax computes its shape: torch, which is slow,
+    # is not asked.
+    dtype = operands[0].dtype
     try:
-        return _whole(trace, operands, meta, lambda *xs: jnp.einsum(equation, *xs))
+        return _whole(trace, operands, dtype, lambda *xs: jnp.einsum(equation, *xs))
     except ValueError:
         torch.einsum(equation, *_metas(operands))  # raises what eager does, of another class
         raise

@@ -14,7 +14,7 @@ from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import Flow, Storage
 from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
-from tpuport.tracing.core.tensor_classes import adopt
+from tpuport.tracing.core.tensor_classes import adopt, state_of
 from tpuport.tracing.core.values import held_of, value_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, strip
 from tpuport.tracing.guards.outside_tensors import written_outside
@@ -104,7 +104,7 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
     if is_class_of_tensors(type(tensor)):
         made = adopt(made, class_seen(tensor))
     if tensor.__dict__:
-        vars(made).update(attributes_set_on(tensor))
+        state_of(made).update(attributes_set_on(tensor))
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
     return made

@@ -8,6 +8,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.children import ATOMIC
 from tpuport.foundation.pytree.tensor_classes import (
+    OfClass,
     attributes_beside,
     class_seen,
     is_class_of_tensors,
@@ -20,8 +21,8 @@ from tpuport.tracing.core.tensor_classes import OWN
 def attributes_set_on(tensor: torch.Tensor) -> Mapping[str, Any]:
     """Return the attributes that code has set on a tensor, by name."""
     held = tensor.__dict__
-    if "_class_seen" in held:
-        return {}  # They are those of the tensor of a class that it is the plain one of.
+    if isinstance(tensor, OfClass) or "_class_seen" in held:
+        return {}  # They are those of a tensor of a class, or of one that this is the plain one of.
     if is_class_of_tensors(type(tensor)):
         return attributes_beside(tensor)
     if type(tensor) is TracedTensor:
