@@ -25,6 +25,7 @@ from tpuport.verify.compare import (
     Stage,
     Tensors,
     behaviour,
+    interface,
     missed_elsewhere,
     numbers,
 )
@@ -175,6 +176,13 @@ class Rounding:
         """Delete what the runs recorded and wrote."""
         for folder in self._folders:
             shutil.rmtree(folder)
+
+    def of_starts(self) -> Stage | None:
+        """Compare the start with what rounding makes of it; None if there is no run in float64."""
+        exact = self._run({"optimizers": len(self._eager.record["optimizers"])}, wide=True)
+        if exact is None:
+            return None
+        return interface(self._eager, self._ported, self._limits.numbers, exact.recording)
 
     def of_numbers(self) -> ExplainedStage | None:
         """Compare the first step with eager PyTorch in float64; None if it differs all the same.
