@@ -68,10 +68,8 @@ class KeptFiles:
         path = _file(self._folder, number)
         try:
             save_file(parts, path, {"forms": forms})
-        except (
-            OSError,
-            SafetensorError,
-        ):  # the disk is full: of later calls, too, nothing is known
+        except (OSError, SafetensorError):
+            # The disk is full: of later calls, too, nothing is known.
             path.unlink(missing_ok=True)
             self._left = 0
         self._left -= sum(array.nbytes for array in parts.values())
