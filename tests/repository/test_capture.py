@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+import tpuport
 from tpuport.repository import capture as captured
 from tpuport.repository.capture import SETTINGS, ModelCapture
+from tpuport.training import from_torch, make_train_step
 
 ON_CUDA = """
 import torch
@@ -36,17 +38,29 @@ print(found["model"](*found["inputs"][0]).shape)
 """
 
 
+class Scheduler:
+    """An object whose tables follow the device of what it gets, as those of diffusers."""
+
+    def __init__(self) -> None:
+        self.table = torch.ones(2)
+
+    def add_noise(self, x: torch.Tensor) -> torch.Tensor:
+        self.table, self.device = self.table.clone(), x.device
+        return x * self.table
+
+
 class Policy(torch.nn.Module):
     """A model that is never called itself, as those of robotics are."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scheduler = Scheduler()
         self.encoder = torch.nn.Linear(3, 4)
         self.net = torch.nn.Linear(4, 2)
 
     def compute_loss(self, batch: dict[str, torch.Tensor], scale: float = 1.0) -> torch.Tensor:
         self.noted = self.encoder(batch["x"])
-        return scale * self.net(self.noted).square().mean()
+        return scale * self.scheduler.add_noise(self.net(self.noted)).square().mean()
 
     def rebinding_loss(self, batch: Any) -> torch.Tensor:
         batch = batch["x"]
@@ -72,9 +86,25 @@ def test_a_method_that_calls_modules_inside() -> None:
     assert (type(model).__name__, watching.share) == ("Policy.compute_loss", 1.0)
     assert not hasattr(model.owner, "noted")
     assert torch.equal(model(*args, **kwargs), model.owner.compute_loss({"x": torch.ones(5, 3)}, 2))
-    del model.owner.noted
+    del model.owner.noted, model.owner.scheduler.device
+    table = model.owner.scheduler.table
     model(*args, **kwargs)
     assert not hasattr(model.owner, "noted")
+    assert set(vars(model.owner.scheduler)) == {"table"}
+    assert model.owner.scheduler.table is table
+
+
+def test_a_training_step_of_a_method_whose_objects_note_tensors() -> None:
+    found = capture("compute_loss").found
+    assert found is not None
+    ported = tpuport.convert(found["model"])
+    _, given = found["inputs"]
+    optimizer = torch.optim.SGD(found["model"].parameters(), 0.1)
+    step = make_train_step(
+        ported, lambda model, batch: model(**batch), from_torch(ported, optimizer)
+    )
+    _, metrics = step(step.init(seed=0), given)
+    assert float(metrics["loss"]) == pytest.approx(found["model"](**given).item())
 
 
 def test_a_method_whose_arguments_cannot_be_seen() -> None:

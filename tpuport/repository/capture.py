@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 from tpuport.foundation.errors import UsageError
@@ -182,17 +182,28 @@ def method_model(owner: Any, name: str) -> Any:
 def _attributes_kept(owner: Any) -> Iterator[None]:
     """Undo what the block binds to attributes: what a module notes for later is no state of a step.
 
+    Nor is what an object of its notes, as the scheduler of a diffusion model where its tables are.
     Parameters and buffers are in tables of their own, and change.
     """
-    before = [(module, dict(vars(module))) for module in owner.modules()]
+    modules = list(owner.modules())
+    objects = {id(one): one for module in modules for one in vars(module).values() if _notes(one)}
+    before = [(holder, dict(vars(holder))) for holder in (*modules, *objects.values())]
     try:
         yield
     finally:
-        for module, known in before:
-            now = vars(module)
+        for holder, known in before:
+            now = vars(holder)
             for name in [name for name in now if name not in known]:
                 del now[name]
             now.update((name, value) for name, value in known.items() if now.get(name) is not value)
+
+
+def _notes(value: Any) -> bool:
+    """Return whether a value is an object with attributes of its own, no module or tensor."""
+    import torch
+
+    others = torch.nn.Module, torch.Tensor, type, ModuleType, FunctionType
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, others)
 
 
 def loss_of(output: Any) -> Any:
