@@ -203,3 +203,14 @@ def test_what_tpuport_refuses_to_compile_is_said_with_what_to_do(
     fit = json.loads(text)["stages"]["fit"]
     assert fit["answer"] == "The model was not compiled: net.py:4: no such size"
     assert fit["next"].startswith("give a bound; or name a function")
+
+
+@pytest.mark.parametrize("before", ["", "Hello from a package\n", '{"loss": 1.0}\n'])
+@pytest.mark.parametrize(
+    "after", ["", "\n\x1b[1mwandb\x1b[0m: Find logs at: run/logs\n", '\n{"a": 1}']
+)
+def test_a_report_is_found_between_what_a_script_prints(before: str, after: str) -> None:
+    """Also after it: wandb prints while Python ends."""
+    text = json.dumps({"fits": True, "parts": [{"name": "step"}]}, indent=1)
+    assert runs._json(before + text + after) == {"fits": True, "parts": [{"name": "step"}]}
+    assert runs._json(before + text[:-9] + after) in (None, {"loss": 1.0}, {"a": 1})

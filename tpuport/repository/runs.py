@@ -542,14 +542,18 @@ def _tenths(number: float, before: str) -> str:
 
 
 def _json(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that a command printed, after whatever a script printed before it."""
+    """Return the JSON object that a command printed, the longest one.
+
+    A script prints before it, and what it imports may print while Python ends.
+    """
     starts = [0] if text.startswith("{") else []
     starts += [match.start() + 1 for match in re.finditer(r"\n\{", text)]
+    read, found, size = json.JSONDecoder(), None, 0
     for start in starts:
         try:
-            found = json.loads(text[start:])
+            made, end = read.raw_decode(text, start)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            return found
-    return None
+        if isinstance(made, dict) and end - start > size:
+            found, size = made, end - start
+    return found
