@@ -10,29 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpuport
+from tests.planted_kinks import KINKS, is_traced, two_layers, with_fault
 from tpuport.foundation.errors import ParityError
 from tpuport.model.parity import turned
-from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.training import make_train_step
-
-
-def is_traced(x):
-    return isinstance(x, TracedTensor)
-
-
-# By name: a function with kinks, one of them, and numbers around it in one unit.
-KINKS = {
-    "relu": (F.relu, 0.0),
-    "relu in place": (lambda h: F.relu(h * 1, inplace=True), 0.0),
-    "leaky_relu": (lambda h: F.leaky_relu(h, 0.1), 0.0),
-    "relu6": (F.relu6, 6.0),
-    "relu6 in place": (lambda h: F.relu6(h * 1, inplace=True), 0.0),
-    "hardswish": (F.hardswish, -3.0),
-    "abs": (torch.abs, 0.0),
-    "clamp": (lambda h: h.clamp(-0.5, 0.5), -0.5),
-    "where": (lambda h: torch.where(h > 0.25, 2 * h - 0.25, h), 0.25),
-    "maximum": (lambda h: torch.maximum(h, 0.125 * h.detach().sign().abs()), 0.125),
-}
 
 
 class Net(nn.Module):
@@ -40,12 +21,7 @@ class Net(nn.Module):
 
     def __init__(self, function, point, fault="", margin=None):
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.first, self.second = nn.Linear(12, 32), nn.Linear(32, 4)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-            self.first.bias[0] += 7  # some numbers are beyond every kink
+        self.first, self.second = two_layers()
         self.function, self.point, self.fault = function, point, fault
         self.rounded_away = False
         # The nearest numbers on both sides.
@@ -62,18 +38,7 @@ class Net(nn.Module):
         moved[5, 4] = 1.0  # which is zero exactly
         h = h - moved * h.detach() + near
         fault = self.fault if is_traced(x) else ""
-        if fault == "scaled gradient":
-            h = h + 0.001 * (h - h.detach())
-        y = self.function(h)
-        if fault == "mask of the next row":
-            wrong = h * (h > 0).roll(1, 0)
-            y = wrong + (y - wrong).detach()
-        if fault == "no upper bound":
-            y = F.relu(h) + (y - F.relu(h)).detach()
-        if fault == "gradient at zero":
-            y = torch.where(h >= 0, h, 0)
-        if fault == "wrong slope":
-            y = F.leaky_relu(h, 0.101)
+        y = with_fault(self.function, h, fault)
         if fault == "wrong sign":
             y = y + (2 * (y.detach() - y))[:, :1] * torch.ones(1, 32).cumsum(1).eq(1)
         return self.second(y)

@@ -22,11 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from typer.testing import CliRunner
 
 import tpuport
+from tests import planted_kinks
+from tests.planted_kinks import is_traced, two_layers, with_fault
 from tpuport.cli.app import app
 from tpuport.compat.emulated.settings import active
 from tpuport.model.parity.decisions import decisions
 from tpuport.model.parity.turned import KeptArrays, ToldDecisions
-from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.verify import port_decisions, report, rounding
 from tpuport.verify.compare import Limits, Recording, numbers
 from tpuport.verify.draws import NOTED
@@ -46,21 +47,12 @@ from tpuport.verify.recorder import EnoughSteps, StepRecorder
 Script = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
 
 
-def is_traced(x: Any) -> bool:
-    return isinstance(x, TracedTensor)
-
-
 class Net(nn.Module):
     """Two layers of which the numbers between are near kinks, and a fault if asked for."""
 
     def __init__(self, *kinks: tuple[Any, float], fault: str = "", size: float = 1e-8) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self.first, self.second = nn.Linear(12, 32), nn.Linear(32, 4)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / 2)
-            self.first.bias[0] += 7  # some numbers are beyond every kink
+        self.first, self.second = two_layers()
         self.kinks, self.fault, self.size = kinks, fault, size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,20 +66,7 @@ class Net(nn.Module):
             moved[row, 2] = 1.0
             moved[5, 4] = 1.0  # which is zero exactly
             g = g - moved * g.detach() + near
-            if fault == "scaled gradient":
-                g = g + 0.001 * (g - g.detach())
-            y = function(g)
-            if fault == "mask of the next row":
-                wrong = g * (g > 0).roll(1, 0)
-                y = wrong + (y - wrong).detach()
-            if fault == "no upper bound":
-                y = F.relu(g) + (y - F.relu(g)).detach()
-            if fault == "gradient at zero":
-                y = torch.where(g >= 0, g, 0)
-            if fault == "wrong slope":
-                wrong = F.leaky_relu(g, 0.101)
-                y = wrong + (y - wrong).detach()
-            total = total + y
+            total = total + with_fault(function, g, fault)
         return self.second(total)
 
 
@@ -200,19 +179,9 @@ def verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., A
 # Two for the first step (in float64, and with the port's decisions), two for all: as the first one,
 # and with rounding added.
 RUNS = 4
-# By name: a function with kinks, and one of them.
 KINKS = {
-    "relu": (F.relu, 0.0),
-    "relu in place": (lambda h: F.relu(h * 1, inplace=True), 0.0),
-    "leaky_relu": (lambda h: F.leaky_relu(h, 0.1), 0.0),
-    "relu6": (F.relu6, 6.0),
-    "relu6 in place": (lambda h: F.relu6(h * 1, inplace=True), 0.0),
-    "hardswish": (F.hardswish, -3.0),
-    "abs": (torch.abs, 0.0),
-    "clamp": (lambda h: h.clamp(-0.5, 0.5), -0.5),
-    "where": (lambda h: torch.where(h > 0.25, 2 * h - 0.25, h), 0.25),
+    **planted_kinks.KINKS,
     "checkpoint": (lambda h: checkpoint(F.relu, h, use_reentrant=False), 0.0),
-    "maximum": (lambda h: torch.maximum(h, 0.125 * h.detach().sign().abs()), 0.125),
 }
 
 
