@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,18 @@ class Rounding:
         for folder in self._folders:
             shutil.rmtree(folder)
 
+    @property
+    def _first_step(self) -> dict[str, Any]:
+        return {"optimizers": len(self._eager.record["optimizers"])}
+
+    @cached_property
+    def _first_exact(self) -> WatchedRun | None:
+        """The first step in float64."""
+        return self._run(self._first_step, wide=True)
+
     def of_starts(self) -> Stage | None:
         """Compare the start with what rounding makes of it; None if there is no run in float64."""
-        exact = self._run({"optimizers": len(self._eager.record["optimizers"])}, wide=True)
+        exact = self._first_exact
         if exact is None:
             return None
         return interface(self._eager, self._ported, self._limits.numbers, exact.recording)
@@ -190,8 +200,7 @@ class Rounding:
         What differs there by no more than eager PyTorch itself, times a small factor, agrees.
         """
         self.why_not = ""
-        first = {"optimizers": len(self._eager.record["optimizers"])}
-        exact = self._run(first, wide=True)
+        first, exact = self._first_step, self._first_exact
         takes = None if self._kept is None or exact is None else PortTaken(exact)
         plain = None if exact is None else self._run(first, wide=False, takes=takes)
         if exact is None or plain is None:
