@@ -67,6 +67,27 @@ class Policy(torch.nn.Module):
         return self.net(self.encoder(batch)).square().mean()
 
 
+class Lit(Policy):
+    """A Lightning module by its methods, which logs only in a loop of its trainer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.encoder(x))
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        loss = self(batch).abs().sum() + number
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        raise RuntimeError("no loop")
+
+    def log_dict(self, values: Any, **options: Any) -> None:
+        raise RuntimeError("no loop")
+
+
 def capture(method: str) -> ModelCapture:
     policy, batch = Policy(), {"x": torch.ones(5, 3)}
     watching = ModelCapture(trains=True)
@@ -105,6 +126,22 @@ def test_a_training_step_of_a_method_whose_objects_note_tensors() -> None:
     )
     _, metrics = step(step.init(seed=0), given)
     assert float(metrics["loss"]) == pytest.approx(found["model"](**given).item())
+
+
+def test_a_step_that_a_strategy_of_lightning_sends_through_the_forward() -> None:
+    module, watching, batch = Lit(), ModelCapture(trains=True), torch.ones(5, 3)
+    with watching.installed():
+        module.configure_optimizers()
+        module.forward = module.training_step  # type: ignore[method-assign]
+        with pytest.raises(SystemExit):
+            module(batch, 7)
+    assert watching.found is not None
+    model, (args, kwargs) = watching.found["model"], watching.found["inputs"]
+    assert type(model).__name__ == "Lit.training_step"
+    for _ in range(2):
+        assert torch.equal(model(*args, **kwargs), module(batch).abs().sum() + 7)
+    with pytest.raises(RuntimeError, match="no loop"):
+        module.log("loss", 1)
 
 
 def test_a_method_whose_arguments_cannot_be_seen() -> None:

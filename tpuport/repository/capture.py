@@ -100,6 +100,7 @@ class ModelCapture:
             return
         while type(module).__name__ in _WRAPPERS:
             module = module.module
+        module = _begun_step(module) or module
         optimizer = next((_OPTIMIZERS[n] for n in names if n in _OPTIMIZERS), "adamw")
         outer = self._method_around(module)
         if outer is not None:
@@ -171,11 +172,37 @@ def method_model(owner: Any, name: str) -> Any:
             self.owner = owner
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with _attributes_kept(self.owner):
+            with _attributes_kept(self.owner), _logs_dropped(self.owner):
                 return getattr(self.owner, name)(*args, **kwargs)
 
     Method.__name__ = Method.__qualname__ = f"{type(owner).__name__}.{name}"
     return Method()
+
+
+def _begun_step(module: Any) -> Any:
+    """Return the training step that a call of a Lightning module begins; None if it begins none.
+
+    Lightning's strategies for several devices bind the module's `forward` to a step for one call.
+    """
+    if "forward" not in vars(module) or not _is_lightning(module):
+        return None
+    del module.forward
+    return method_model(module, "training_step")
+
+
+def _is_lightning(module: Any) -> bool:
+    return all(callable(getattr(module, name, None)) for name in ("training_step", "log_dict"))
+
+
+@contextmanager
+def _logs_dropped(owner: Any) -> Iterator[None]:
+    """Let Lightning modules log nothing in the block: they may only in a loop of their trainer."""
+    with importing():
+        from tpuport.training.adapters.lightning import logs_caught
+    with ExitStack() as stack:
+        for module in filter(_is_lightning, owner.modules()):
+            stack.enter_context(logs_caught(module, {}))
+        yield
 
 
 @contextmanager

@@ -73,7 +73,8 @@ def from_lightning(
 def training_step_loss(model: Any, batch: Any) -> Any:
     """Return the loss of `training_step(batch, 0)`, with the scalars that it logs."""
     logged: dict[str, Any] = {}
-    with _catching(model, logged):
+    # Without a trainer, Lightning's global_step and current_epoch are silently 0.
+    with logs_caught(model, logged, _trainer=_NoTrainer()):
         out = model.training_step(batch, 0)
     if out is None:
         raise UsageError(
@@ -103,8 +104,8 @@ class _NoTrainer:
 
 
 @contextlib.contextmanager
-def _catching(model: Any, logged: dict[str, Any]) -> Iterator[None]:
-    """Collect what the module logs in the block, and restore the module."""
+def logs_caught(model: Any, logged: dict[str, Any], **attributes: Any) -> Iterator[None]:
+    """Collect what a module logs in the block, with these attributes, and restore the module."""
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -114,8 +115,7 @@ def _catching(model: Any, logged: dict[str, Any]) -> Iterator[None]:
         for name, value in values.items():
             log(name, value, *args, **kwargs)
 
-    # Without a trainer, Lightning's global_step and current_epoch are silently 0.
-    hooks = {"log": log, "log_dict": log_dict, "_trainer": _NoTrainer()}
+    hooks = {"log": log, "log_dict": log_dict, **attributes}
     before = {name: vars(model)[name] for name in hooks if name in vars(model)}
     vars(model).update(hooks)
     try:
