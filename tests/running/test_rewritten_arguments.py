@@ -63,6 +63,69 @@ def test_a_write_to_what_eager_keeps_is_refused_in_each_step():
     assert module.linear.weight.grad is not None
 
 
+def steps_that_write_a_weight(
+    module: Saves, device: str, write: Callable[[torch.Tensor], None], after: bool
+) -> None:
+    for number in range(3):
+        y = module(torch.full((3, 4), 0.5 + number).to(device))
+        if number and not after:
+            write(module.linear.weight)
+        y.sum().backward()
+        if after:
+            write(module.linear.weight)
+
+
+class Inner(Saves):
+    """Eager PyTorch keeps the second weight for the gradient of the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.first(x))
+
+
+def halve(x: torch.Tensor) -> None:
+    x.data.mul_(0.5)
+
+
+def test_a_write_to_a_weight_that_eager_keeps_is_refused():
+    with tpuport.porting():
+        with pytest.raises(PortError, match=r"parameter 'linear\.weight' of a call of Inner was"):
+            steps_that_write_a_weight(Inner().cuda(), "cuda", halve, after=False)
+
+
+@pytest.mark.parametrize(("kind", "after"), [(Saves, False), (Inner, True)])
+def test_other_writes_to_a_weight_leave_eagers_gradient(kind, after):
+    """To a weight that eager does not keep, and after the backward pass."""
+    modules = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        with tpuport.porting():
+            modules.append(module := kind().to(device))
+            steps_that_write_a_weight(module, device, halve, after)
+    want, found = (module.linear.weight.grad for module in modules)
+    assert torch.allclose(found.cpu(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_write_to_a_complex_argument_is_refused():
+    class Complex(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).abs().sum()
+
+    with tpuport.porting():
+        module, x = Complex().cuda(), torch.complex(torch.rand(3, 4), torch.rand(3, 4)).cuda()
+        y = module(x)
+        halve(x)
+        with pytest.raises(PortError, match=r"args\[0\] of a call of Complex was written to"):
+            y.backward()
+
+
 def and_back(x: torch.Tensor) -> None:
     before = x.clone()
     by_data(x)

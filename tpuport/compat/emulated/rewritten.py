@@ -1,4 +1,4 @@
-"""Arguments that a script writes to between a call and its backward pass, unseen by torch."""
+"""What a script writes to between a call and its backward pass, unseen by torch."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def refuse_rewritten(
     call: BoundCall, name: str, saved: Iterable[tuple[str | int, torch.Tensor]]
 ) -> None:
-    """Refuse a backward pass if an argument that eager PyTorch keeps for it has other values now.
+    """Refuse a backward pass if what eager PyTorch keeps for it has other values now.
 
     torch raises at a write that its version counter sees, but `.data` writes past it, and eager's
     gradient is then taken partly at the new values. The comparison needs both values on the host,
@@ -28,34 +28,48 @@ def refuse_rewritten(
         saved: what eager keeps, by the number of an argument or the name of a parameter.
 
     Raises:
-        PortError: an argument was written to.
+        PortError: an argument or a parameter was written to.
     """
     for key, tensor in saved:
-        if isinstance(key, int) and not _unchanged(tensor, call.given.values[key]):
-            argument = argument_name(call.given.paths[key])
-            raise PortError(
-                f"{argument} of a call of {name} was written to by .data before the backward pass:"
-                " eager PyTorch takes the gradient partly at the new values, a program at those of"
-                " the call",
-                code="TPU406",
-                remedy="write out of place (x = x.masked_fill(mask, 0), not x.data.masked_fill_),"
-                f" or before the call; for eager PyTorch's own gradient leave {name} and the layers"
-                f" in it that get the argument to it: tpuport run --eager {name} --eager LAYER",
-            )
+        is_argument = isinstance(key, int)
+        then = call.given.values[key] if is_argument else call.state.get(key)
+        if then is None or _unchanged(tensor, then):
+            continue
+        what = argument_name(call.given.paths[key]) if is_argument else f"the parameter {key!r}"
+        instead = (
+            "write out of place (x = x.masked_fill(mask, 0), not x.data.masked_fill_), or before"
+            " the call"
+            if is_argument
+            else "write to it before the call or after the backward pass"
+        )
+        raise PortError(
+            f"{what} of a call of {name} was written to by .data before the backward pass:"
+            " eager PyTorch takes the gradient partly at the new values, a program at those of"
+            " the call",
+            code="TPU406",
+            remedy=f"{instead}; for eager PyTorch's own gradient leave {name} and the layers in it"
+            f" that use it to eager PyTorch: tpuport run --eager {name} --eager LAYER",
+        )
 
 
 def _unchanged(tensor: torch.Tensor, value: jax.Array) -> bool:
     if not _is_on_cpu(value) or tensor.layout != torch.strided:
         return True
     dtype = backend.jax_dtype(tensor.dtype)
-    if value.dtype != dtype or value.ndim != tensor.ndim or tensor.is_complex():
+    if value.dtype != dtype or value.ndim != tensor.ndim:
         return True
-    bits = _BITS[tensor.element_size()]
     with torch._C.DisableTorchFunction():
         now = tensor.detach()
         # Of a length that varies the program got the longest.
         then = backend.to_torch(value, now.dtype)[tuple(slice(size) for size in now.shape)]
-        return bool(torch.equal(now.view(bits), then.view(bits)))
+        return bool(torch.equal(_bits(now), _bits(then)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's numbers as integers, of which -0.0 and NaN are like any others."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg().view(_BITS[tensor.element_size()])
 
 
 def _is_on_cpu(value: jax.Array) -> bool:
