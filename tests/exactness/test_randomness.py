@@ -285,7 +285,69 @@ def test_no_key_is_an_error_with_a_remedy():
         port.apply({}, {}, None, torch.zeros(8))
 
 
-@pytest.mark.parametrize("draw", [random.random, np.random.rand], ids=["random", "numpy"])
+# Draws of one number on the host, their means and standard deviations.
+HOST_DRAWS: list[tuple[Callable[[], Any], float, float]] = [
+    (lambda: random.random(), 0.5, 12**-0.5),  # a list of functions is not looked through
+    (lambda: random.uniform(-1, 3), 1.0, 4 / 12**0.5),
+    (lambda: random.gauss(2, 3), 2.0, 3.0),
+    (lambda: random.normalvariate(sigma=0.5), 0.0, 0.5),
+    (lambda: random.randint(1, 4), 2.5, 1.25**0.5),
+    (lambda: random.randrange(4), 1.5, 1.25**0.5),
+    (lambda: np.random.rand() + np.random.random(), 1.0, 6**-0.5),
+    (lambda: np.random.uniform(0, high=2), 1.0, 2 / 12**0.5),
+    (lambda: np.random.randn() + np.random.normal(1.0, 2.0), 1.0, 5**0.5),
+    (lambda: np.random.randint(5, 9), 6.5, 1.25**0.5),
+]
+
+
+def test_single_numbers_of_the_host_are_drawn_from_the_key():
+    """And equal those of the eager run that the program is compared with."""
+
+    def program(x):
+        return torch.stack([x.sum() + draw() for draw, _, _ in HOST_DRAWS])
+
+    state = random.getstate(), np.random.get_state()[2:4]
+    port, x = tpuport.convert(program), torch.zeros(1)
+    first, second = host(port(x)), host(port(x))
+    assert (random.getstate(), np.random.get_state()[2:4]) == state
+    assert (first == second).sum() < 4  # integers may agree
+    keys = jax.random.split(jax.random.key(0), N)
+    drawn = np.asarray(jax.vmap(lambda key: port.apply({}, {}, key, jnp.zeros(1))[0])(keys))
+    for numbers, (_, mean, deviation) in zip(drawn.T, HOST_DRAWS, strict=True):
+        assert abs(numbers.mean() - mean) < 5 * deviation / N**0.5
+        assert numbers.std() == pytest.approx(deviation, rel=0.05)
+
+
+def test_a_number_of_the_host_decides_a_branch_with_a_gradient():
+    """As in layers that are left out, and in self-conditioning."""
+
+    class Skips(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) if random.random() < 0.5 else x * 2
+
+    torch.manual_seed(0)
+    module, x = Skips(), torch.ones(2, 4)
+    port = tpuport.convert(module)
+    assert len({round(float(port(x).sum()), 3) for _ in range(12)}) == 2
+
+    def loss(params: Any, key: Any) -> Any:
+        return port.apply(params, {}, key, jnp.ones((2, 4)))[0].sum()
+
+    keys = jax.random.split(jax.random.key(0), 16)
+    _, gradients = jax.vmap(jax.value_and_grad(loss), (None, 0))(port.params, keys)
+    bias = np.asarray(gradients["layer.bias"])
+    assert {tuple(row) for row in bias} == {(0.0,) * 4, (2.0,) * 4}
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: random.choice([1.0]), lambda: np.random.rand(1)[0]],
+    ids=["random", "numpy"],
+)
 def test_host_generators_are_refused(draw):
     with pytest.raises(PortError, match=r"drew random numbers from(.|\n)*draw them with torch"):
         by_tpuport(lambda x: x * float(draw()))(torch.zeros(8))
@@ -304,7 +366,11 @@ def seed() -> None:
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("refused", ["size", "random", "numpy"])
 def test_refused_call_leaves_the_generators_of_the_host(refused: str, verify: bool):
-    draw = {"size": lambda: 1, "random": random.random, "numpy": np.random.rand}[refused]
+    draw = {
+        "size": lambda: 1,
+        "random": lambda: random.choice([1.0, 2.0]),
+        "numpy": lambda: np.random.rand(1)[0],
+    }[refused]
 
     def program(x):
         if refused == "size":
@@ -339,9 +405,42 @@ def test_restarted_trace_leaves_the_generators_of_the_host(verify: bool):
 
 
 def test_cached_second_normal_of_numpy_is_seen():
-    np.random.randn()  # numpy draws a pair, and the second call changes nothing but the cache
+    np.random.randn(1)  # numpy draws a pair, and the second call changes nothing but the cache
     with pytest.raises(PortError, match="numpy's global random state"):
-        tpuport.convert(lambda x: x * float(np.random.randn()), verify=False)(torch.zeros(8))
+        tpuport.convert(lambda x: x * float(np.random.randn(1)[0]), verify=False)(torch.zeros(8))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_numbers_from_a_state_that_the_code_sets_are_the_hosts(verify):
+    """They are the same at every call, as in eager PyTorch."""
+
+    def program(x):
+        x = x + 0 * random.random()
+        state, numpy_state = random.getstate(), np.random.get_state()
+        random.seed(3)
+        np.random.seed(3)
+        y = x * random.random() + np.random.rand()
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        return y
+
+    seed()
+    with pytest.raises(PortError, match="TPU404"):  # the first number is drawn from the state
+        tpuport.convert(program, verify=verify)(torch.ones(8))
+    random.seed(3)
+    np.random.seed(3)
+    expected = 2 * random.random() + np.random.rand()
+
+    def without(x):
+        state, numpy_state = random.getstate(), np.random.get_state()
+        y = program(x)
+        random.setstate(state)
+        np.random.set_state(numpy_state)
+        return y
+
+    port = tpuport.convert(without, verify=verify)
+    for _ in range(2):
+        assert_same(port(torch.full((8,), 2.0)), torch.full((8,), expected), "the host's numbers")
 
 
 def test_generators_of_a_module_are_left_by_a_refused_call():

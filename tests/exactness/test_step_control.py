@@ -169,12 +169,12 @@ def _by_key(m: _Run, x: torch.Tensor) -> Any:
 
 def _drawn(m: _Run, x: torch.Tensor) -> Any:
     y = x * 2
-    y = y * random.uniform(0, 1)
+    y = y * random.choice([1, 2])
     return y * 2
 
 
 def _drawn_by_numpy(m: _Run, x: torch.Tensor) -> Any:
-    factor = float(np.random.rand())
+    factor = float(np.random.rand(1)[0])
     y = x * 2
     return y * factor
 
@@ -182,8 +182,8 @@ def _drawn_by_numpy(m: _Run, x: torch.Tensor) -> Any:
 REFUSED = {
     _many: ("TPU101", "if x.sum() > k:", "--eager NAME"),
     _by_key: ("TPU103", "[int(x.argmax())]", "pass it as a Python number"),
-    _drawn: ("TPU404", "random.uniform(0, 1)", "--eager NAME"),
-    _drawn_by_numpy: ("TPU404", "np.random.rand()", "draw them with torch"),
+    _drawn: ("TPU404", "random.choice([1, 2])", "--eager NAME"),
+    _drawn_by_numpy: ("TPU404", "np.random.rand(1)[0]", "draw them with torch"),
 }
 
 

@@ -40,6 +40,8 @@ class SameNumbers(TorchDispatchMode):
         super().__init__()
         self.keys = KeyStream(key)
         self.generators: dict[int, KeyStream] = {}
+        # Whether Python draws its own numbers itself, as the code has set the state of them.
+        self.draws_on_host = False
         self._outer: list[Any] = []
 
     def __enter__(self) -> "SameNumbers":

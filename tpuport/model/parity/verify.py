@@ -31,6 +31,7 @@ from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import SWAPS, part_of_program
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.guards.outside_tensors import OutsideWrites
+from tpuport.tracing.patches.host_draws import HostDraws
 from tpuport.tracing.patches.manual_seed import ManualSeed
 from tpuport.tracing.patches.tensor_subclass import TensorSubclass
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
@@ -92,9 +93,10 @@ def in_eager(call: Call, *modes: Any, saves: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(SWAPS)
         stack.enter_context(eager_compiled())
-        stack.enter_context(
-            installed((Uncheckpointed, ManualSeed, TensorSubclass, TruncatedNormal))
-        )
+        patches = (Uncheckpointed, ManualSeed, TensorSubclass, TruncatedNormal)
+        # Under `porting()` a script's own random numbers are drawn by its Python.
+        drawn = () if call.tracer.takes_gradients else (HostDraws,)
+        stack.enter_context(installed((*patches, *drawn)))
         for mode in modes:
             stack.enter_context(mode)
         stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))
@@ -179,10 +181,9 @@ class Verifier:
             found = None
             # A generator needs it in any case.
             if not _has_generator((call.args, call.kwargs)) and not holds_generator(call.module):
-                state = torch.get_rng_state()
-                with host_randomness.restored([call.module, call.args, call.kwargs]):
+                with host_randomness.restored([call.module, call.args, call.kwargs]) as states:
                     found = self.seen(call, *watch)
-                    if found.drew or not torch.equal(state, torch.get_rng_state()):
+                    if found.drew or states.drawn() is not None:
                         found = None
             if found is None:
                 self.outside.restore()

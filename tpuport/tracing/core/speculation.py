@@ -36,6 +36,7 @@ class RestartTrace(BaseException):
         apart: str | None = None,
         host_state: bool = False,
         watch_draws: bool = False,
+        draws_on_host: bool = False,
     ) -> None:
         super().__init__("trace again")
         # A bare `except` in the user's code must not turn it into another path of the program.
@@ -44,6 +45,7 @@ class RestartTrace(BaseException):
             trace.recorder.restart = trace.recorder.restart or self
         self.site, self.explore, self.host_state = site, explore, host_state
         self.within, self.watch_draws, self.apart = within, watch_draws, apart
+        self.draws_on_host = draws_on_host
 
 
 @dataclass
@@ -57,9 +59,10 @@ class SpeculationLog:
     a later write depends on which tensor came out. `host_state` says whether small state stays
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
-    `chooses` whether numbers within narrow bounds are explored one by one where Python needs one.
-    `loops` are the loops over a range that were met, with how a round changes their variables, or a
-    text that says why not in one way. `branching` are those (file:line) whose rounds branch on
+    `draws_on_host` whether Python's numbers are its own, as the code sets the state that they come
+    from, `chooses` whether numbers within narrow bounds are explored one by one where Python needs
+    one. `loops` are the loops over a range that were met, with how a round changes their variables,
+    or a text that says why not in one way. `branching` are those (file:line) whose rounds branch on
     traced values, so that each would be another path. `whole` says that such a loop has to be one
     loop of the program.
     """
@@ -71,6 +74,7 @@ class SpeculationLog:
     apart: set[str] = field(default_factory=set)
     host_state: bool = False
     watch_draws: bool = False
+    draws_on_host: bool = False
     chooses: bool = False
     numbers: set[str] = field(default_factory=set)
     loops: dict[Any, Any] = field(default_factory=dict)
@@ -119,6 +123,7 @@ class SpeculationLog:
             self.apart.add(restart.apart)
         self.host_state = self.host_state or restart.host_state
         self.watch_draws = self.watch_draws or restart.watch_draws
+        self.draws_on_host = self.draws_on_host or restart.draws_on_host
 
     def ask_for_rewrite(self) -> None:
         """Restart to have the line that runs now rewritten, unless that was tried already.

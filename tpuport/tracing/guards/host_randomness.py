@@ -37,12 +37,12 @@ class _HostGenerator(NamedTuple):
     restore: Callable[[Any], object]
 
 
+# Not by numpy's functions: `tracing/patches/host_draws.py` replaces them during a trace.
+_NUMPYS: Any = np.random.mtrand._rand
 _GLOBAL = (
     _HostGenerator("Python's `random`", random.getstate, random.setstate),
     _HostGenerator(
-        "numpy's global random state",
-        lambda: np.random.get_state(legacy=False),
-        lambda state: np.random.set_state(state),
+        "numpy's global random state", lambda: _NUMPYS.get_state(legacy=False), _NUMPYS.set_state
     ),
     _HostGenerator("torch's CPU generator", torch.get_rng_state, torch.set_rng_state),
 )
@@ -207,9 +207,10 @@ def unchanged(roots: list[Any], plan: SpeculationLog) -> Iterator[None]:
             code="TPU404",
             remedy=(
                 "draw them with torch (torch.rand, torch.randint), which a ported model makes"
-                " fresh at each call, or pass the torch.Generator as an argument; in code that is"
-                " not yours: .eval() if it draws in training only, or `tpuport run --eager NAME`,"
-                " which leaves that class to eager PyTorch"
+                " fresh at each call, or as single numbers (random.random(), np.random.uniform(a,"
+                " b)), which `tpuport.convert` does, too, or pass the torch.Generator as an"
+                " argument; in code that is not yours: .eval() if it draws in training only, or"
+                " `tpuport run --eager NAME`, which leaves that class to eager PyTorch"
             ),
             place="{}:{}".format(*watch.site) if watch.site else None,
         )
