@@ -250,6 +250,13 @@ REWEIGHTED = [
 ]
 
 
+def test_a_weight_that_each_call_computes_needs_no_second_program():
+    port = tpuport.convert(_plain_weight_norm())
+    for _ in range(2):
+        port(torch.ones(2, 4))
+    assert not port.report.retraces
+
+
 class ScaleFromFirstBatch(nn.Module):
     """`register_buffer(None)`, filled by the first call."""
 

@@ -158,6 +158,50 @@ def test_a_trainer_that_is_looked_at_is(kind):
     assert traces >= 9  # each step has another program
 
 
+class AsksItsDict(Plain):
+    """Looks for names as the models of diffusers do."""
+
+    def __getattr__(self, name):
+        if "config" in self.__dict__ and hasattr(self.__dict__["config"], name):
+            return getattr(self.__dict__["config"], name)
+        if name in self.__dict__:
+            return self.__dict__[name]
+        return super().__getattr__(name)
+
+
+class ShowsItsDict(AsksItsDict):
+    def forward(self, x):
+        seen = [vars(self), self.__dict__.get("trainer")]
+        return super().forward(x) * len(seen)
+
+
+@pytest.mark.parametrize(("kind", "most"), [(AsksItsDict, 1), (ShowsItsDict, 18)])
+def test_code_that_asks_its_dict_for_a_name_looks_at_no_other(kind, most):
+    traces, _, program = ported(kind)
+    assert traces <= most
+    assert bool(program.report.retraces) == (most > 1)
+
+
+def test_a_key_of_its_dict_counts():
+    class Config:
+        scale = 1.0
+
+    class Scaled(AsksItsDict):
+        def __init__(self):
+            super().__init__()
+            self.config = Config()
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    def each(net, number):
+        if number == 4:
+            net.config = Config()
+            net.config.scale = 2.0
+
+    assert ported(Scaled, each)[0] == 2
+
+
 def test_an_attribute_that_appears_where_code_asks_for_it_counts():
     def each(net, number):
         if number == 4:

@@ -110,8 +110,10 @@ class PortedState:
     def _load_state(self, master: torch.nn.Module) -> None:
         tree = state_tree(master)
         for name, leaf in tree.leaves.items():
-            if name not in tree.registered:
-                continue  # a plain attribute is a host constant until a call changes it
+            # A plain attribute is a host constant until a call changes it. One that requires grad
+            # was computed from parameters, as by weight_norm, and each call computes it anew.
+            if name not in tree.registered and not leaf.requires_grad:
+                continue
             trainable = isinstance(leaf, torch.nn.Parameter) and leaf.requires_grad
             target = self.params if trainable else self.buffers
             if leaf.device.type == "meta":

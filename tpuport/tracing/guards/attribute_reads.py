@@ -6,13 +6,14 @@ anywhere could reach any attribute; here the accesses themselves are seen.
 """
 
 import contextlib
+import dis
 import functools
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -75,11 +76,11 @@ class _Accesses:
             seen.add((id(module), name))
             if name in of_all:
                 frame = sys._getframe(1)
-                found = _attribute_asked_for(frame.f_code, name, frame.f_locals)
+                found = _attributes_asked_for(frame, name)
                 if found is None:
                     whole.add(id(module))
-                elif found:
-                    seen.add((id(module), found))
+                else:
+                    seen.update((id(module), one) for one in found)
             return original(module, name)
 
         return looked_up
@@ -135,21 +136,47 @@ def note_copy(module: torch.nn.Module) -> None:
         _RUNNING[-1].note_module(module)
 
 
-def _attribute_asked_for(code: CodeType, name: str, variables: dict[str, Any]) -> str | None:
-    """Return which attribute a function wants that reads `__dict__`: "" for none of the user's.
+def _attributes_asked_for(frame: FrameType, name: str) -> Collection[str] | None:
+    """Return which attributes a function wants that reads `__dict__`, if any of the user's.
 
     Returns:
         None if it may want any.
     """
+    code = frame.f_code
     if code.co_filename.startswith(_TPUPORT):
-        return ""  # for tpuport itself, which compares attributes
+        return ()  # for tpuport itself, which compares attributes
     if name != "__dict__":
         return None
     if code is _CACHED:
-        return ""  # of a cached property, whose name was looked at first
-    if code.co_filename != _OF_MODULES or code.co_name in _SHOWING:
+        return ()  # of a cached property, whose name was looked at first
+    if code.co_filename == _OF_MODULES and code.co_name not in _SHOWING:
+        return (str(frame.f_locals.get("name", "")),) if code.co_name in _OF_ONE else ()
+    key = _key_asked_for(code, frame.f_lasti)
+    if key is None:
         return None
-    return str(variables.get("name", "")) if code.co_name in _OF_ONE else ""
+    return (str(key.argval if key.opname == "LOAD_CONST" else frame.f_locals[key.argval]),)
+
+
+@functools.cache
+def _key_asked_for(code: CodeType, place: int) -> dis.Instruction | None:
+    """Return what loads the key that code asks `self.__dict__` for at a place; None for any key.
+
+    A `__getattr__` like that of diffusers' models (`name in self.__dict__`) runs at each access of
+    a layer.
+    """
+    steps = [step for step in dis.get_instructions(code) if step.opname not in _IDLE]
+    index = next(i for i, step in enumerate(steps) if step.offset >= place)
+    around = [step.opname for step in steps[max(index - 2, 0) : index + 3]]
+    if around[1:4] == ["LOAD_FAST", "LOAD_ATTR", "CONTAINS_OP"]:
+        key = steps[index - 2]
+    elif around[1:3] == ["LOAD_FAST", "LOAD_ATTR"] and around[4:] == ["BINARY_SUBSCR"]:
+        key = steps[index + 1]
+    else:
+        return None
+    return key if key.opname in ("LOAD_CONST", "LOAD_FAST") else None
+
+
+_IDLE = frozenset({"CACHE", "RESUME", "NOP", "PRECALL", "EXTENDED_ARG"})
 
 
 def unread(

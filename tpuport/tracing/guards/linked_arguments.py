@@ -61,7 +61,8 @@ class Links:
     def around(self, function: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         """Return a method of a copy of the module that is called with copies of the arguments."""
 
-        @functools.wraps(function)
+        # Without the attributes of a module, which would count as read.
+        @functools.wraps(function, updated=())
         def run(*args: Any, **kwargs: Any) -> Any:
             original = self._module()
             assert original is not None
