@@ -84,6 +84,7 @@ class StepRecorder:
         for owner in owners:
             owner.backward = self.recorded(owner.backward)
         torch.optim.Optimizer.__init__ = self.noting(torch.optim.Optimizer.__init__)
+        torch.multiprocessing.spawn = called_here(torch.multiprocessing.spawn)
 
     def noting(self, init: Callable[..., None]) -> Callable[..., None]:
         """Return the constructor of optimizers, which also notes what modules there are."""
@@ -307,6 +308,34 @@ class WrittenPaths:
         # Should the disk be full, nothing is known of the file, and it stays where it is.
         with contextlib.suppress(OSError), open(self.file, "a") as file:
             file.write(line + "\n")
+
+
+def called_here(spawn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.multiprocessing.spawn` that calls what one process would run.
+
+    A script for several devices trains in the processes that it spawns, on one device in one, which
+    a recorder in this process would see nothing of.
+    """
+
+    @functools.wraps(spawn)
+    def call(
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> Any:
+        if nprocs != 1 or not join:
+            return spawn(fn, args, nprocs, join, daemon, start_method)
+        try:
+            fn(0, *args)
+        except SystemExit as error:  # which ends a process, and not the one that waits for it
+            if error.code not in (None, 0):
+                raise
+        return None
+
+    return call
 
 
 def all_modules() -> list[torch.nn.Module]:
