@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tpuport.verify import compare
-from tpuport.verify.compare import Recording, behaviour, interface
+from tpuport.verify.compare import Recording, behaviour, interface, why_empty
 from tpuport.verify.files import compare_files
 from tpuport.verify.recorder import StepRecorder
 
@@ -179,3 +179,32 @@ def test_a_movement_begins_where_its_run_began() -> None:
     moved = compare._movement({"w": torch.zeros(2)}, {"w": torch.tensor([10.0, 0.0])})
     assert moved(a, b, "w") == 0.0
     assert moved(a, a, "w") == pytest.approx(10 / 5**0.5)
+
+
+@pytest.mark.parametrize("loss", [0.5, NAN])
+@pytest.mark.parametrize("gradients", [[0.0, 0.0], [0.0, NAN], [0.0, 2.0]])
+def test_what_equality_says_nothing_of(
+    tmp_path: Path, loss: float, gradients: Sequence[float]
+) -> None:
+    """As in a loss over no rows: it is NaN, and its gradients are zeros."""
+    network = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    recorder = StepRecorder(tmp_path, "trained", 2)
+    network.weight.grad = torch.tensor([gradients])
+    recorder.since_step += [loss]
+    recorder.before_step(optimizer)
+    optimizer.step()
+    recorder.after_step(optimizer)
+    recorder.finish()
+    why = why_empty(Recording(tmp_path))
+    assert ("loss" in why) == (loss != loss)
+    assert ("gradient" in why) == (loss == loss and gradients[1] != 2.0)
+    assert bool(why) == (loss != loss or gradients[1] != 2.0)
+
+
+def test_a_run_without_an_optimizer_says_what_its_files_say(tmp_path: Path) -> None:
+    StepRecorder(tmp_path, "trained", 1).finish()
+    assert "no file" in why_empty(Recording(tmp_path))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "out.npy").write_bytes(b"")
+    assert not why_empty(Recording(tmp_path))

@@ -125,6 +125,20 @@ class Recording:
         return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
 
 
+def why_empty(eager: Recording) -> str:
+    """Return why equality with a run says nothing, if so: NaN is equal to NaN, and zero to zero."""
+    if not eager.record["optimizers"]:
+        written = eager.files.exists() and any(eager.files.iterdir())
+        return "" if written else "no optimizer made a step, and no file was written"
+    losses = [loss for step in eager.losses for loss in step]
+    if losses and not any(map(math.isfinite, losses)):
+        return "every loss is NaN or infinite in eager PyTorch, too"
+    gradients = eager.part("gradient").values()
+    if gradients and not any(bool((t.isfinite() & (t != 0)).any()) for t in gradients):
+        return "every gradient of the first step is zero, NaN or infinite in eager PyTorch, too"
+    return ""
+
+
 def interface(
     eager: Recording, ported: Recording, limit: float = 0.0, exact: Recording | None = None
 ) -> Stage:

@@ -22,6 +22,7 @@ from tpuport.verify.compare import (
     interface,
     numbers,
     shown_problems,
+    why_empty,
 )
 from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_replayed
 from tpuport.verify.hub import OFFLINE, why_unreachable
@@ -71,7 +72,7 @@ class Verification:
         folder: Where the recordings, outputs and written files of both runs are.
         programs: How many calls of the ported run were programs.
         undecided: Why a difference could not be told from rounding, if so: then what differs by no
-            more than numbers may be equal or not.
+            more than numbers may be equal or not. If nothing differs, why that says nothing.
     """
 
     script: str
@@ -105,6 +106,7 @@ class Verification:
         """Return whether something was ported, and all stages were reached and agree."""
         return (
             self.programs > 0
+            and not self.undecided
             and len(self.stages) == len(STAGES)
             and all(stage.passed for stage in self.stages)
         )
@@ -137,7 +139,10 @@ class Verification:
         for note in self.notes:
             console.print(Text(note))
         if self.undecided:
-            console.print(Text(f"{self.within}: could not be told from rounding: {self.undecided}"))
+            apart = (
+                f"{self.within}: could not be told from rounding" if self.within else "undecided"
+            )
+            console.print(Text(f"{apart}: {self.undecided}"))
         console.print(Text(f"Recordings and what both runs wrote: {self.folder}"))
 
     def save(self, path: Path) -> None:
@@ -288,7 +293,7 @@ def _compared(
         why_not = rounding.why_not
         if settings is None:
             why_not = why_not or "eager PyTorch drew other random numbers"
-    return stages, notes, _undecided(stages, why_not)
+    return stages, notes, _undecided(stages, why_not) or _empty(stages, mine)
 
 
 def _started(stage: Stage, rounding: Rounding) -> Stage:
@@ -302,6 +307,11 @@ def _undecided(stages: Sequence[Stage], why: str) -> str:
     """Return why a difference cannot be told from rounding; nothing if it cannot be rounding."""
     wrong = [check for stage in stages for check in stage.checks if not check.passed]
     return why if wrong and all(check.may_be_rounding for check in wrong) else ""
+
+
+def _empty(stages: Sequence[Stage], eager: Recording) -> str:
+    """Return why it says nothing that all agree, if so."""
+    return why_empty(eager) if all(stage.passed for stage in stages) else ""
 
 
 def _explained(found: ExplainedStage | None, what: str) -> list[str]:
@@ -340,4 +350,8 @@ def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) ->
         notes.append("No optimizer made a step: only written files were compared.")
     elif max(record["steps"]) < what.steps:
         notes.append(f"The script ended after {max(record['steps'])} steps.")
+    ends = Recording(eager.folder).part("end").values()
+    lost = sum(not bool(end.isfinite().all()) for end in ends)
+    if lost:
+        notes.append(f"{lost} of {len(ends)} parameters are NaN or infinite at the end in both.")
     return notes
