@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from tpuport.verify import compare
-from tpuport.verify.compare import Recording, behaviour, interface, why_empty
+from tpuport.verify.compare import (
+    Recording,
+    behaviour,
+    gradient_noise,
+    interface,
+    why_empty,
+)
 from tpuport.verify.files import compare_files
 from tpuport.verify.recorder import StepRecorder
 
@@ -208,3 +214,26 @@ def test_a_run_without_an_optimizer_says_what_its_files_say(tmp_path: Path) -> N
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "out.npy").write_bytes(b"")
     assert not why_empty(Recording(tmp_path))
+
+
+def test_what_is_added_to_gradients_is_as_large_as_what_they_differ_by(tmp_path: Path) -> None:
+    """Adam makes steps of full size of numbers that are small beside the others of a gradient."""
+    size = torch.linspace(-1.0, 1.0, 4000)
+    recorder = StepRecorder(tmp_path, "trained", 1, disturbed=True, noise={"0.1": 3e-6})
+    weights = [nn.Parameter(torch.zeros(4000)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = size.clone()
+    recorder.before_step(torch.optim.Adam(weights))
+    apart = [float((weight.grad - size).std()) for weight in weights if weight.grad is not None]
+    assert apart == [pytest.approx(1.2e-7, rel=0.1), pytest.approx(3e-6, rel=0.1)]
+
+
+def test_gradients_differ_by_no_more_than_rounding(tmp_path: Path) -> None:
+    eager, ported = (recorded(tmp_path / side) for side in ("eager", "ported"))
+    assert set(gradient_noise(eager, ported).values()) == {0.0}
+    key = next(name for name in ported.tensors if name.startswith("gradient/0.2"))
+    largest = float(ported.tensors[key].abs().max())
+    for added, found in [(1e-6 * largest, 1e-6 * largest), (largest, 1e-5 * largest), (NAN, None)]:
+        ported.tensors[key] = eager.tensors[key] + added
+        noise = gradient_noise(eager, ported).get("0.2")
+        assert noise == (None if found is None else pytest.approx(found, rel=0.1))

@@ -19,6 +19,8 @@ from tpuport.verify.files import compare_files
 _NO_GRADIENT = 1e-6
 # How much further than a disturbed run a port may be: both are samples of rounding.
 _ROUNDING = 5.0
+# What rounding moves a number of a gradient by is no more, as a share of the largest one.
+_MOST_NOISE = 1e-5
 # How much further than eager PyTorch a port may be from the run in float64.
 _FACTOR = 4.0
 # Rounding of a value at the start is no more, as a share of the largest one.
@@ -197,6 +199,22 @@ def numbers(
     losses = Comparison(of_losses, limit=limit, allowed=allowed.get(of_losses, {}))
     _add_losses(losses, eager.losses[:1], ported.losses[:1])
     return Stage("numbers", [losses, check])
+
+
+def gradient_noise(eager: Recording, ported: Recording) -> dict[str, float]:
+    """Return how far apart first gradients typically are, by optimizer and position.
+
+    That is the rounding of sums, which is more than that of one number. None is more than a share
+    of its gradient, so that a wrong gradient which is small beside all others is no rounding.
+    """
+    mine, other = eager.part("gradient"), ported.part("gradient")
+    found = {}
+    for key in mine.keys() & other.keys():
+        a, b = mine[key].double(), other[key].double()
+        if a.shape == b.shape and a.numel() and bool((a.isfinite() & b.isfinite()).all()):
+            apart = float((a - b).square().mean().sqrt())
+            found[key.partition("/")[0]] = min(apart, _MOST_NOISE * float(a.abs().max()))
+    return found
 
 
 def missed_elsewhere(reference: Recording, ported: Recording, missed: Stage) -> float | None:

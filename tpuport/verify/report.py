@@ -24,15 +24,20 @@ from tpuport.verify.compare import (
     shown_problems,
     why_empty,
 )
-from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_replayed
+from tpuport.verify.draws import (
+    NOTED,
+    REPLAYED,
+    caught_errors,
+    count_programs,
+    drew,
+    why_not_replayed,
+)
 from tpuport.verify.hub import OFFLINE, why_unreachable
 from tpuport.verify.imports import packages_of
 from tpuport.verify.left_gradients import LEFT
 from tpuport.verify.port_decisions import FOLDER, KEPT
 from tpuport.verify.processes import (
-    DISTURBED,
     EAGER,
-    MORE_TIME,
     NO_REFERENCE,
     PORTED,
     RESULT,
@@ -192,6 +197,7 @@ def verify(
         left = max(left, _LEAST_ROUNDING_S)
         stages, more, undecided = _compared(what, reference, ported, out, limits, settings, left)
         notes += more
+    notes += caught_errors(ported.folder)
     shutil.rmtree(ported.folder / FOLDER, ignore_errors=True)
     programs = count_programs(ported.folder)
     if not failed and not programs:
@@ -267,6 +273,8 @@ def _compared(
         if not stages[0].passed:
             return stages, notes, ""
         stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
+        if caught_errors(ported.folder):  # the port goes another way, which is no rounding
+            return stages, notes, _empty(stages, mine)
         if settings is None and not stages[1].passed:
             return stages, notes, _undecided(stages, "eager PyTorch drew other random numbers")
         if not stages[1].passed:
@@ -279,13 +287,7 @@ def _compared(
                 return stages, notes, _undecided(stages, rounding.why_not)
             stages[1] = explained.stage
         elif not stages[2].passed:
-            # Adam makes steps of full size of gradients that are zero but for rounding.
-            again = run(what, DISTURBED, out, settings, seconds=rounding.left)
-            if again.recorded:
-                stages[2] = behaviour(mine, other, limits.behaviour, Recording(again.folder))
-            else:
-                ended = "failed" if again.status is not None else f"was stopped; {MORE_TIME}"
-                rounding.why_not = f"eager PyTorch with rounding added {ended}"
+            stages[2] = rounding.disturbed(what, settings) or stages[2]
         if not stages[2].passed and settings is not None:
             explained = rounding.of_behaviour()
             notes += _explained(explained, "what is there at the end")
