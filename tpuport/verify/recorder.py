@@ -87,7 +87,8 @@ class StepRecorder:
         for owner in owners:
             owner.backward = self.recorded(owner.backward)
         torch.optim.Optimizer.__init__ = self.noting(torch.optim.Optimizer.__init__)
-        torch.multiprocessing.spawn = called_here(torch.multiprocessing.spawn)
+        processes: Any = torch.multiprocessing
+        processes.spawn = called_here(processes.spawn)
 
     def noting(self, init: Callable[..., None]) -> Callable[..., None]:
         """Return the constructor of optimizers, which also notes what modules there are."""
