@@ -11,10 +11,13 @@ from torch import nn
 
 from tpuport.verify import compare
 from tpuport.verify.compare import (
+    Comparison,
     Recording,
+    Stage,
     behaviour,
     gradient_noise,
     interface,
+    moved_elsewhere,
     why_empty,
 )
 from tpuport.verify.files import compare_files
@@ -237,3 +240,16 @@ def test_gradients_differ_by_no_more_than_rounding(tmp_path: Path) -> None:
         ported.tensors[key] = eager.tensors[key] + added
         noise = gradient_noise(eager, ported).get("0.2")
         assert noise == (None if found is None else pytest.approx(found, rel=0.1))
+
+
+@pytest.mark.parametrize(("apart", "elsewhere"), [(3e-3, 2e-3), (2e-2, None), (INF, None)])
+def test_which_values_rounding_moves_is_chance(apart: float, elsewhere: float | None) -> None:
+    """As where one number of 147,456 has another sign, and Adam steps the other way with it."""
+    check = Comparison("parameters at the end", limit=1e-3, allowed={"one": 1e-2, "other": 2e-3})
+    check.add("one", 5e-3)
+    check.add("other", apart)
+    fine = Comparison("losses of all steps", limit=1e-3)
+    assert moved_elsewhere(Stage("behaviour", [fine, check])) == elsewhere
+    assert moved_elsewhere(Stage("behaviour", [fine])) is None
+    check.problems.append("third: in the port only")
+    assert moved_elsewhere(Stage("behaviour", [check])) is None

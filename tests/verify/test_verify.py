@@ -220,7 +220,7 @@ def test_it_is_none_where_eager_drew_other_numbers_either(verified, monkeypatch)
     eager, ported, disturbed = (
         FinishedRun(results / side, 0, ()) for side in ("eager", "ported", "disturbed")
     )
-    monkeypatch.setattr(report, "run", lambda *given, **options: disturbed)
+    monkeypatch.setattr(rounding, "run", lambda *given, **options: disturbed)
     what = VerifiedScript(Path("train.py"))
     stages, notes, undecided = report._compared(what, eager, ported, results, Limits(), None, 60)
     assert [stage.passed for stage in stages] == [True] * 3

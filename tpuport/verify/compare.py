@@ -251,6 +251,23 @@ def behaviour(eager: Recording, ported: Recording, limit: float, *rounded: Recor
     return Stage("behaviour", list(found.values()))
 
 
+def moved_elsewhere(stage: Stage) -> float | None:
+    """Return how far rounding moves other values, if nothing that differs is further apart.
+
+    Of thousands of numbers near zero it is chance which ones rounding gives another sign, and an
+    optimizer such as Adam a step of full size the other way.
+
+    Args:
+        stage: The comparison of behaviour, with what rounding moves.
+    """
+    wrong = [check for check in stage.checks if not check.passed]
+    most = [max(check.allowed.values(), default=0.0) for check in wrong]
+    near = zip(wrong, most, strict=True)
+    if not wrong or not all(c.may_be_rounding and (c.error or 0.0) <= limit for c, limit in near):
+        return None
+    return max(most) / _ROUNDING
+
+
 def _differences(
     eager: Recording, other: Recording, limit: float, known: dict[str, Comparison]
 ) -> dict[str, Comparison]:

@@ -20,6 +20,7 @@ from tpuport.verify.compare import (
     Stage,
     behaviour,
     interface,
+    moved_elsewhere,
     numbers,
     shown_problems,
     why_empty,
@@ -292,10 +293,21 @@ def _compared(
             explained = rounding.of_behaviour()
             notes += _explained(explained, "what is there at the end")
             stages[2] = stages[2] if explained is None else explained.stage
-        why_not = rounding.why_not
+        why_not = rounding.why_not or _elsewhere(stages[2])
         if settings is None:
             why_not = why_not or "eager PyTorch drew other random numbers"
     return stages, notes, _undecided(stages, why_not) or _empty(stages, mine)
+
+
+def _elsewhere(stage: Stage) -> str:
+    """Return why values that differ may be rounding which has hit others in eager PyTorch."""
+    most = moved_elsewhere(stage)
+    if most is None:
+        return ""
+    return (
+        f"rounding moves other values in eager PyTorch by up to {most:.1e}, and none of the port's"
+        " is much further from it; which ones it moves is chance"
+    )
 
 
 def _started(stage: Stage, rounding: Rounding) -> Stage:
