@@ -45,7 +45,7 @@ def pairs(expected: Any, got: Any, path: str) -> list[Pair]:
     Compared are classes of containers, keys, lengths, which places hold one and the same tensor,
     and by class and value None, bools, integers, strings, dtypes, enums and numpy arrays. A Python
     float is like a tensor without dims: code may have read it from one. A class that code makes in
-    each call is another one each time, and compared by what made it.
+    each call differs each time, and is compared by what made it.
     """
     ours, theirs = (pytree.flatten(value, leaf=comparable) for value in (expected, got))
     walker = _Walker(ours[0], theirs[0])
