@@ -5,6 +5,8 @@ A fault is planted where code sees that it is traced. One program holds all case
 
 import enum
 import time
+from collections import namedtuple
+from dataclasses import dataclass
 
 import jax
 import pytest
@@ -214,6 +216,34 @@ class Level(enum.Enum):
     HIGH = 2
 
 
+def of_a_made_class(x, field="a", base=object):
+    """Return objects of classes that are others in each call."""
+
+    @dataclass
+    class Result(base):
+        a: torch.Tensor
+        number: int = 3
+
+    class Plain:
+        def twice(self):
+            return self.a * 2
+
+    plain = Plain()
+    plain.a = x
+    return [namedtuple("Named", [field])(x + 1), Result(x), plain]
+
+
+def of_another_class(x):
+    class Plain:
+        def twice(self):
+            return self.a * 3
+
+    Plain.__qualname__ = "of_a_made_class.<locals>.Plain"
+    plain = Plain()
+    plain.a = x
+    return [*of_a_made_class(x)[:2], plain]
+
+
 # What eager PyTorch gives, and what the port gives in its place.
 OTHER_VALUES = {
     "none": (lambda x: x, lambda x: None),
@@ -231,12 +261,16 @@ OTHER_VALUES = {
     "integers": (lambda x: torch.arange(3) + 2**20, lambda x: torch.arange(3) + 2**20 + 1),
     "wider": (lambda x: x.sum(0), lambda x: x.sum(0, keepdim=True)),
     "cast": (lambda x: x * 2, lambda x: (x * 2).half()),
+    "field": (of_a_made_class, lambda x: of_a_made_class(x, field="b")),
+    "base": (of_a_made_class, lambda x: of_a_made_class(x, base=Exception)),
+    "code": (of_a_made_class, of_another_class),
 }
 
 
 def other_values(x):
     which = 1 if is_traced(x) else 0
-    return {name: both[which](x) for name, both in OTHER_VALUES.items()} | {"same": [x * 2, 7, "s"]}
+    same = {"same": [x * 2, 7, "s"], "made": of_a_made_class(x)}
+    return {name: both[which](x) for name, both in OTHER_VALUES.items()} | same
 
 
 def test_what_is_no_tensor_is_compared_exactly():

@@ -290,6 +290,15 @@ def test_what_only_rounding_allows_is_said(
             "could not be told from rounding: elsewhere",
         ),
         (
+            Finished(
+                1,
+                json.dumps({**EQUAL, "passed": False, "within": "", "undecided": "all NaN"}),
+                "",
+            ),
+            "needs you",
+            "which says nothing: all NaN",
+        ),
+        (
             Finished(1, json.dumps({**EQUAL, "passed": False}), ""),
             "failed",
             "differs from eager PyTorch",

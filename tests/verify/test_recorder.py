@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from tpuport.verify import processes
 from tpuport.verify.compare import _apart
 from tpuport.verify.processes import EAGER, VerifiedScript
-from tpuport.verify.recorder import StepRecorder, WrittenPaths
+from tpuport.verify.recorder import StepRecorder, WrittenPaths, called_here
 
 
 def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
@@ -133,3 +134,19 @@ def test_options_that_imports_need_are_for_both_runs(
     shared = ["--absent=not_installed", "--absent", "another"]
     assert eager == ["--quiet", "--no-port", "--no-rewrite", *shared]
     assert ported == ["--quiet", "--path", str(tmp_path), *options]
+
+
+def test_one_process_that_a_script_spawns_runs_here() -> None:
+    calls: list[Any] = []
+    spawn = called_here(lambda *args: calls.append(args))
+    assert spawn(lambda rank, name: calls.append((rank, name)), ("a",), nprocs=1) is None
+    assert calls == [(0, "a")]
+    spawn(sys.exit, nprocs=1)  # of the process, with status 0
+    with pytest.raises(SystemExit):
+        spawn(lambda rank: sys.exit(3))
+    spawn(print, (), nprocs=2)
+    spawn(print, (), 1, join=False)
+    assert calls[1:] == [
+        (print, (), 2, True, False, "spawn"),
+        (print, (), 1, False, False, "spawn"),
+    ]

@@ -10,7 +10,16 @@ import torch
 from torch import nn
 
 from tpuport.verify import compare
-from tpuport.verify.compare import Recording, behaviour, interface
+from tpuport.verify.compare import (
+    Comparison,
+    Recording,
+    Stage,
+    behaviour,
+    gradient_noise,
+    interface,
+    moved_elsewhere,
+    why_empty,
+)
 from tpuport.verify.files import compare_files
 from tpuport.verify.recorder import StepRecorder
 
@@ -179,3 +188,68 @@ def test_a_movement_begins_where_its_run_began() -> None:
     moved = compare._movement({"w": torch.zeros(2)}, {"w": torch.tensor([10.0, 0.0])})
     assert moved(a, b, "w") == 0.0
     assert moved(a, a, "w") == pytest.approx(10 / 5**0.5)
+
+
+@pytest.mark.parametrize("loss", [0.5, NAN])
+@pytest.mark.parametrize("gradients", [[0.0, 0.0], [0.0, NAN], [0.0, 2.0]])
+def test_what_equality_says_nothing_of(
+    tmp_path: Path, loss: float, gradients: Sequence[float]
+) -> None:
+    """As in a loss over no rows: it is NaN, and its gradients are zeros."""
+    network = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(network.parameters(), 0.1)
+    recorder = StepRecorder(tmp_path, "trained", 2)
+    network.weight.grad = torch.tensor([gradients])
+    recorder.since_step += [loss]
+    recorder.before_step(optimizer)
+    optimizer.step()
+    recorder.after_step(optimizer)
+    recorder.finish()
+    why = why_empty(Recording(tmp_path))
+    assert ("loss" in why) == (loss != loss)
+    assert ("gradient" in why) == (loss == loss and gradients[1] != 2.0)
+    assert bool(why) == (loss != loss or gradients[1] != 2.0)
+
+
+def test_a_run_without_an_optimizer_says_what_its_files_say(tmp_path: Path) -> None:
+    StepRecorder(tmp_path, "trained", 1).finish()
+    assert "no file" in why_empty(Recording(tmp_path))
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "out.npy").write_bytes(b"")
+    assert not why_empty(Recording(tmp_path))
+
+
+def test_what_is_added_to_gradients_is_as_large_as_what_they_differ_by(tmp_path: Path) -> None:
+    """Adam makes steps of full size of numbers that are small beside the others of a gradient."""
+    size = torch.linspace(-1.0, 1.0, 4000)
+    recorder = StepRecorder(tmp_path, "trained", 1, disturbed=True, noise={"0.1": 3e-6})
+    weights = [nn.Parameter(torch.zeros(4000)) for _ in range(2)]
+    for weight in weights:
+        weight.grad = size.clone()
+    recorder.before_step(torch.optim.Adam(weights))
+    apart = [float((weight.grad - size).std()) for weight in weights if weight.grad is not None]
+    assert apart == [pytest.approx(1.2e-7, rel=0.1), pytest.approx(3e-6, rel=0.1)]
+
+
+def test_gradients_differ_by_no_more_than_rounding(tmp_path: Path) -> None:
+    eager, ported = (recorded(tmp_path / side) for side in ("eager", "ported"))
+    assert set(gradient_noise(eager, ported).values()) == {0.0}
+    key = next(name for name in ported.tensors if name.startswith("gradient/0.2"))
+    largest = float(ported.tensors[key].abs().max())
+    for added, found in [(1e-6 * largest, 1e-6 * largest), (largest, 1e-5 * largest), (NAN, None)]:
+        ported.tensors[key] = eager.tensors[key] + added
+        noise = gradient_noise(eager, ported).get("0.2")
+        assert noise == (None if found is None else pytest.approx(found, rel=0.1))
+
+
+@pytest.mark.parametrize(("apart", "elsewhere"), [(3e-3, 2e-3), (2e-2, None), (INF, None)])
+def test_which_values_rounding_moves_is_chance(apart: float, elsewhere: float | None) -> None:
+    """As where one number of 147,456 has another sign, and Adam steps the other way with it."""
+    check = Comparison("parameters at the end", limit=1e-3, allowed={"one": 1e-2, "other": 2e-3})
+    check.add("one", 5e-3)
+    check.add("other", apart)
+    fine = Comparison("losses of all steps", limit=1e-3)
+    assert moved_elsewhere(Stage("behaviour", [fine, check])) == elsewhere
+    assert moved_elsewhere(Stage("behaviour", [fine])) is None
+    check.problems.append("third: in the port only")
+    assert moved_elsewhere(Stage("behaviour", [check])) is None

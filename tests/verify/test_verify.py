@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
@@ -219,7 +220,7 @@ def test_it_is_none_where_eager_drew_other_numbers_either(verified, monkeypatch)
     eager, ported, disturbed = (
         FinishedRun(results / side, 0, ()) for side in ("eager", "ported", "disturbed")
     )
-    monkeypatch.setattr(report, "run", lambda *given, **options: disturbed)
+    monkeypatch.setattr(rounding, "run", lambda *given, **options: disturbed)
     what = VerifiedScript(Path("train.py"))
     stages, notes, undecided = report._compared(what, eager, ported, results, Limits(), None, 60)
     assert [stage.passed for stage in stages] == [True] * 3
@@ -514,6 +515,14 @@ def test_a_script_that_does_not_use_cuda_is_not_verified(verify_text) -> None:
     assert [stage["passed"] for stage in found["stages"]] == [True] * 3
     assert (found["passed"], found["programs"]) == (False, 0)
     assert any("Nothing was ported" in note for note in found["notes"])
+
+
+def test_equality_that_says_nothing_is_no_verdict(capsys) -> None:
+    stages = [Stage(name, [Comparison("losses")]) for name in report.STAGES]
+    found = report.Verification("t.py", 1, 0, stages, "", [], ".", 1, "every loss is NaN")
+    assert (found.verdict, found.passed, found.within) == ("undecided", False, "")
+    found.show(Console())
+    assert "undecided: every loss is NaN" in capsys.readouterr().out
 
 
 class FakeRecording(Recording):

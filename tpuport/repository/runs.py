@@ -319,6 +319,10 @@ def _fails_ported(found: dict[str, Any], result: dict[str, Any]) -> StageRecord:
 
 
 def _undecided(found: dict[str, Any], result: dict[str, Any]) -> StageRecord:
+    if not found["within"]:
+        answer = f"Nothing differs{_on_what(result)}, which says nothing: {found['undecided']}."
+        ask = "give the script arguments or data with which its losses are finite numbers"
+        return StageRecord("verify", NEEDS_YOU, "run", answer, ask, result)
     answer = f"The port has {found['within']} of eager PyTorch{_on_what(result)}; could not be"
     answer += f" told from rounding: {found['undecided']}."
     ask = "compare fewer steps with --steps"

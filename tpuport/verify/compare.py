@@ -19,6 +19,8 @@ from tpuport.verify.files import compare_files
 _NO_GRADIENT = 1e-6
 # How much further than a disturbed run a port may be: both are samples of rounding.
 _ROUNDING = 5.0
+# What rounding moves a number of a gradient by is no more, as a share of the largest one.
+_MOST_NOISE = 1e-5
 # How much further than eager PyTorch a port may be from the run in float64.
 _FACTOR = 4.0
 # Rounding of a value at the start is no more, as a share of the largest one.
@@ -125,6 +127,20 @@ class Recording:
         return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
 
 
+def why_empty(eager: Recording) -> str:
+    """Return why equality with a run says nothing, if so: NaN is equal to NaN, and zero to zero."""
+    if not eager.record["optimizers"]:
+        written = eager.files.exists() and any(eager.files.iterdir())
+        return "" if written else "no optimizer made a step, and no file was written"
+    losses = [loss for step in eager.losses for loss in step]
+    if losses and not any(map(math.isfinite, losses)):
+        return "every loss is NaN or infinite in eager PyTorch, too"
+    gradients = eager.part("gradient").values()
+    if gradients and not any(bool((t.isfinite() & (t != 0)).any()) for t in gradients):
+        return "every gradient of the first step is zero, NaN or infinite in eager PyTorch, too"
+    return ""
+
+
 def interface(
     eager: Recording, ported: Recording, limit: float = 0.0, exact: Recording | None = None
 ) -> Stage:
@@ -185,6 +201,22 @@ def numbers(
     return Stage("numbers", [losses, check])
 
 
+def gradient_noise(eager: Recording, ported: Recording) -> dict[str, float]:
+    """Return how far apart first gradients typically are, by optimizer and position.
+
+    That is the rounding of sums, which is more than that of one number. None is more than a share
+    of its gradient, so that a wrong gradient which is small beside all others is no rounding.
+    """
+    mine, other = eager.part("gradient"), ported.part("gradient")
+    found = {}
+    for key in mine.keys() & other.keys():
+        a, b = mine[key].double(), other[key].double()
+        if a.shape == b.shape and a.numel() and bool((a.isfinite() & b.isfinite()).all()):
+            apart = float((a - b).square().mean().sqrt())
+            found[key.partition("/")[0]] = min(apart, _MOST_NOISE * float(a.abs().max()))
+    return found
+
+
 def missed_elsewhere(reference: Recording, ported: Recording, missed: Stage) -> float | None:
     """Return what eager PyTorch misses most, if the port misses nowhere more than a few times that.
 
@@ -217,6 +249,23 @@ def behaviour(eager: Recording, ported: Recording, limit: float, *rounded: Recor
                 known[what] = check
     found = _differences(eager, ported, limit, known)
     return Stage("behaviour", list(found.values()))
+
+
+def moved_elsewhere(stage: Stage) -> float | None:
+    """Return how far rounding moves other values, if nothing that differs is further apart.
+
+    Of thousands of numbers near zero it is chance which ones rounding gives another sign, and an
+    optimizer such as Adam a step of full size the other way.
+
+    Args:
+        stage: The comparison of behaviour, with what rounding moves.
+    """
+    wrong = [check for check in stage.checks if not check.passed]
+    most = [max(check.allowed.values(), default=0.0) for check in wrong]
+    near = zip(wrong, most, strict=True)
+    if not wrong or not all(c.may_be_rounding and (c.error or 0.0) <= limit for c, limit in near):
+        return None
+    return max(most) / _ROUNDING
 
 
 def _differences(

@@ -28,7 +28,7 @@ from tpuport.tracing.patches.tensor_subclass import TensorSubclass
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
 
 NOTED, REPLAYED = "tpuport.verify.draws:noted", "tpuport.verify.draws:replayed"
-_FILE, _RESULT = "draws.json", "replay.json"
+_FILE, _RESULT, _CAUGHT = "draws.json", "replay.json", "caught.json"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def _numbers(key: jax.Array) -> list[int]:
 
 @contextlib.contextmanager
 def noted(settings: dict[str, Any]) -> Iterator[None]:
-    """Note the programs that run in the block, for `replayed`."""
+    """Note the programs that run in the block, for `replayed`, and the errors that are caught."""
     calls: list[DrawnCall] = []
 
     def note(module: torch.nn.Module, method: str, key: jax.Array | None) -> None:
@@ -66,6 +66,14 @@ def noted(settings: dict[str, Any]) -> Iterator[None]:
         porting.hooks.after = None
         text = json.dumps([vars(call) for call in calls])
         Path(settings["folder"], _FILE).write_text(text)
+        caught = json.dumps([str(one) for one in porting.report.caught])
+        Path(settings["folder"], _CAUGHT).write_text(caught)
+
+
+def caught_errors(folder: Path) -> list[str]:
+    """Return the errors of programs that the script of a run caught."""
+    file = folder / _CAUGHT
+    return json.loads(file.read_text()) if file.exists() else []
 
 
 class ProgramCalls:

@@ -159,6 +159,7 @@ def run(
         "trained": TRAINED,
         "written": WRITTEN,
         "optimizers": 0,
+        "noise": {},
         "around": [],
         **(settings or {}),
     }

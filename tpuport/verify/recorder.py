@@ -18,7 +18,7 @@ import runpy
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class StepRecorder:
         trained: A file to make as soon as the script calls `backward()`, however it ends.
         steps: The number of steps after which the script is stopped.
         disturbed: Whether to add to each gradient what rounding could, to see what becomes of it.
+        noise: What that is by optimizer and position, where it is more than the rounding of the
+            largest number.
         optimizers: Stop as soon as so many optimizers are about to make their first step, if not 0:
             their gradients are known then.
     """
@@ -59,12 +61,13 @@ class StepRecorder:
         steps: int,
         *,
         disturbed: bool = False,
+        noise: Mapping[str, float] | None = None,
         optimizers: int = 0,
     ) -> None:
         self.folder, self.steps, self.disturbed = folder, steps, disturbed
         self.trained = folder / trained
         self.enough = optimizers
-        self.noise = torch.Generator().manual_seed(0)
+        self.noise, self.sizes = torch.Generator().manual_seed(0), dict(noise or {})
         self.losses: list[list[float]] = []
         self.since_step: list[float] = []
         self.optimizers: list[Optimizer] = []
@@ -84,6 +87,8 @@ class StepRecorder:
         for owner in owners:
             owner.backward = self.recorded(owner.backward)
         torch.optim.Optimizer.__init__ = self.noting(torch.optim.Optimizer.__init__)
+        processes: Any = torch.multiprocessing
+        processes.spawn = called_here(processes.spawn)
 
     def noting(self, init: Callable[..., None]) -> Callable[..., None]:
         """Return the constructor of optimizers, which also notes what modules there are."""
@@ -143,12 +148,15 @@ class StepRecorder:
 
     def disturb(self, optimizer: Optimizer) -> None:
         """Add rounding of the size of the largest gradient to all gradients."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for p in held if p.grad is not None and not p.grad.is_sparse]
-        largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
-        for gradient in gradients:
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        gradients = {i: g for i, g in enumerate(held) if g is not None and not g.is_sparse}
+        largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
+        known = (i for i, one in enumerate(self.optimizers) if one is optimizer)
+        index = next(known, len(self.optimizers))
+        for position, gradient in gradients.items():
             noise = torch.randn(gradient.shape, generator=self.noise, dtype=torch.float32)
             size = torch.finfo(torch.float32).eps * largest
+            size = max(size, self.sizes.get(f"{index}.{position}", 0.0))
             gradient.data.add_((noise * size).to(gradient))
 
     def after_step(self, optimizer: Optimizer) -> None:
@@ -309,6 +317,34 @@ class WrittenPaths:
             file.write(line + "\n")
 
 
+def called_here(spawn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `torch.multiprocessing.spawn` that calls what one process would run.
+
+    A script for several devices trains in the processes that it spawns, on one device in one, which
+    a recorder in this process would see nothing of.
+    """
+
+    @functools.wraps(spawn)
+    def call(
+        fn: Callable[..., Any],
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> Any:
+        if nprocs != 1 or not join:
+            return spawn(fn, args, nprocs, join, daemon, start_method)
+        try:
+            fn(0, *args)
+        except SystemExit as error:  # which ends a process, and not the one that waits for it
+            if error.code not in (None, 0):
+                raise
+        return None
+
+    return call
+
+
 def all_modules() -> list[torch.nn.Module]:
     """Return all modules of this process."""
     # The class alone is asked: some objects warn if their `__class__` is read.
@@ -353,6 +389,7 @@ def record() -> None:
     recorder = StepRecorder(
         *(Path(settings["folder"]), settings["trained"], settings["steps"]),
         disturbed=settings["disturbed"],
+        noise=settings["noise"],
         optimizers=settings["optimizers"],
     )
     recorder.install()

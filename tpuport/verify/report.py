@@ -20,18 +20,25 @@ from tpuport.verify.compare import (
     Stage,
     behaviour,
     interface,
+    moved_elsewhere,
     numbers,
     shown_problems,
+    why_empty,
 )
-from tpuport.verify.draws import NOTED, REPLAYED, count_programs, drew, why_not_replayed
+from tpuport.verify.draws import (
+    NOTED,
+    REPLAYED,
+    caught_errors,
+    count_programs,
+    drew,
+    why_not_replayed,
+)
 from tpuport.verify.hub import OFFLINE, why_unreachable
 from tpuport.verify.imports import packages_of
 from tpuport.verify.left_gradients import LEFT
 from tpuport.verify.port_decisions import FOLDER, KEPT
 from tpuport.verify.processes import (
-    DISTURBED,
     EAGER,
-    MORE_TIME,
     NO_REFERENCE,
     PORTED,
     RESULT,
@@ -71,7 +78,7 @@ class Verification:
         folder: Where the recordings, outputs and written files of both runs are.
         programs: How many calls of the ported run were programs.
         undecided: Why a difference could not be told from rounding, if so: then what differs by no
-            more than numbers may be equal or not.
+            more than numbers may be equal or not. If nothing differs, why that says nothing.
     """
 
     script: str
@@ -105,6 +112,7 @@ class Verification:
         """Return whether something was ported, and all stages were reached and agree."""
         return (
             self.programs > 0
+            and not self.undecided
             and len(self.stages) == len(STAGES)
             and all(stage.passed for stage in self.stages)
         )
@@ -137,7 +145,10 @@ class Verification:
         for note in self.notes:
             console.print(Text(note))
         if self.undecided:
-            console.print(Text(f"{self.within}: could not be told from rounding: {self.undecided}"))
+            apart = (
+                f"{self.within}: could not be told from rounding" if self.within else "undecided"
+            )
+            console.print(Text(f"{apart}: {self.undecided}"))
         console.print(Text(f"Recordings and what both runs wrote: {self.folder}"))
 
     def save(self, path: Path) -> None:
@@ -187,6 +198,7 @@ def verify(
         left = max(left, _LEAST_ROUNDING_S)
         stages, more, undecided = _compared(what, reference, ported, out, limits, settings, left)
         notes += more
+    notes += caught_errors(ported.folder)
     shutil.rmtree(ported.folder / FOLDER, ignore_errors=True)
     programs = count_programs(ported.folder)
     if not failed and not programs:
@@ -262,6 +274,8 @@ def _compared(
         if not stages[0].passed:
             return stages, notes, ""
         stages += [numbers(mine, other, limits.numbers), behaviour(mine, other, limits.behaviour)]
+        if caught_errors(ported.folder):  # the port goes another way, which is no rounding
+            return stages, notes, _empty(stages, mine)
         if settings is None and not stages[1].passed:
             return stages, notes, _undecided(stages, "eager PyTorch drew other random numbers")
         if not stages[1].passed:
@@ -274,21 +288,26 @@ def _compared(
                 return stages, notes, _undecided(stages, rounding.why_not)
             stages[1] = explained.stage
         elif not stages[2].passed:
-            # Adam makes steps of full size of gradients that are zero but for rounding.
-            again = run(what, DISTURBED, out, settings, seconds=rounding.left)
-            if again.recorded:
-                stages[2] = behaviour(mine, other, limits.behaviour, Recording(again.folder))
-            else:
-                ended = "failed" if again.status is not None else f"was stopped; {MORE_TIME}"
-                rounding.why_not = f"eager PyTorch with rounding added {ended}"
+            stages[2] = rounding.disturbed(what, settings) or stages[2]
         if not stages[2].passed and settings is not None:
             explained = rounding.of_behaviour()
             notes += _explained(explained, "what is there at the end")
             stages[2] = stages[2] if explained is None else explained.stage
-        why_not = rounding.why_not
+        why_not = rounding.why_not or _elsewhere(stages[2])
         if settings is None:
             why_not = why_not or "eager PyTorch drew other random numbers"
-    return stages, notes, _undecided(stages, why_not)
+    return stages, notes, _undecided(stages, why_not) or _empty(stages, mine)
+
+
+def _elsewhere(stage: Stage) -> str:
+    """Return why values that differ may be rounding which has hit others in eager PyTorch."""
+    most = moved_elsewhere(stage)
+    if most is None:
+        return ""
+    return (
+        f"rounding moves other values in eager PyTorch by up to {most:.1e}, and none of the port's"
+        " is much further from it; which ones it moves is chance"
+    )
 
 
 def _started(stage: Stage, rounding: Rounding) -> Stage:
@@ -302,6 +321,11 @@ def _undecided(stages: Sequence[Stage], why: str) -> str:
     """Return why a difference cannot be told from rounding; nothing if it cannot be rounding."""
     wrong = [check for stage in stages for check in stage.checks if not check.passed]
     return why if wrong and all(check.may_be_rounding for check in wrong) else ""
+
+
+def _empty(stages: Sequence[Stage], eager: Recording) -> str:
+    """Return why it says nothing that all agree, if so."""
+    return why_empty(eager) if all(stage.passed for stage in stages) else ""
 
 
 def _explained(found: ExplainedStage | None, what: str) -> list[str]:
@@ -340,4 +364,8 @@ def _notes(eager: FinishedRun, what: VerifiedScript, stages: Sequence[Stage]) ->
         notes.append("No optimizer made a step: only written files were compared.")
     elif max(record["steps"]) < what.steps:
         notes.append(f"The script ended after {max(record['steps'])} steps.")
+    ends = Recording(eager.folder).part("end").values()
+    lost = sum(not bool(end.isfinite().all()) for end in ends)
+    if lost:
+        notes.append(f"{lost} of {len(ends)} parameters are NaN or infinite at the end in both.")
     return notes

@@ -26,6 +26,7 @@ from tpuport.verify.compare import (
     Stage,
     Tensors,
     behaviour,
+    gradient_noise,
     interface,
     missed_elsewhere,
     numbers,
@@ -269,6 +270,19 @@ class Rounding:
                 )
         return explained
 
+    def disturbed(self, what: VerifiedScript, settings: dict[str, Any] | None) -> Stage | None:
+        """Compare behaviour with a run with rounding added; None if that does not end.
+
+        Adam makes steps of full size of gradients that are zero but for rounding.
+        """
+        noise = {"noise": gradient_noise(self._eager, self._ported)}
+        again = run(what, DISTURBED, self._out, (settings or {}) | noise, seconds=self.left)
+        if again.recorded:
+            return self._behaviour(self._eager, [Recording(again.folder)])
+        ended = "failed" if again.status is not None else f"was stopped; {MORE_TIME}"
+        self.why_not = f"eager PyTorch with rounding added {ended}"
+        return None
+
     def of_behaviour(self) -> ExplainedStage | None:
         """Compare all steps with eager PyTorch whose decisions are the port's."""
         self.why_not = ""
@@ -320,8 +334,9 @@ class Rounding:
 
     def _disturbed(self, takes: PortTaken | None) -> list[Recording]:
         """Run all steps with rounding added to the gradients; nothing if that does not end."""
+        noise = {"noise": gradient_noise(self._eager, self._ported)}
         settings = {"turned": self._in_eager, "takes": takes, "side": DISTURBED}
-        made = self._run({}, wide=False, **settings)
+        made = self._run(noise, wide=False, **settings)
         return [] if made is None else [made.recording]
 
     def _later(self, plain: WatchedRun) -> list[OpenDecision]:

@@ -19,12 +19,13 @@ from tpuport.compat.emulated import captured_outputs
 from tpuport.compat.emulated.call_lengths import CallLengths
 from tpuport.compat.emulated.live_module import LiveModel
 from tpuport.compat.emulated.parts import has_parts, is_on_accelerator
-from tpuport.compat.emulated.report import Descended
+from tpuport.compat.emulated.report import CaughtError, Descended
 from tpuport.compat.emulated.settings import PortingSettings, active
 from tpuport.foundation.errors import ParityError, PortError, UsageError
 from tpuport.foundation.tracebacks import trim
 from tpuport.model.new_parameters import NewParameters
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.errors import inside_try
 from tpuport.tracing.core.reentrancy import is_part_of_program, one_at_a_time, part_of_program
 from tpuport.tracing.state.tensor_attributes import refuse_closed_parameters
 
@@ -114,6 +115,7 @@ def call(
         if _is_refused(module) or isinstance(error, ParityError):
             _name_the_option(error, module)
             trim(error)
+            _say_caught(error, settings)
             raise
         _forget_if_empty(module, settings)
         return _descend(module, method, error, lambda: original(module, *args, **kwargs))
@@ -249,6 +251,19 @@ def _name_the_option(error: PortError, module: torch.nn.Module) -> None:
         option = f"leave {name} to eager PyTorch on the CPU: tpuport run --eager {name}"
         remedy = f"{remedy}\n    or {option}" if remedy else option
     error.remedy = remedy
+
+
+def _say_caught(error: PortError, settings: PortingSettings) -> None:
+    """Say so if a `try` of the script catches an error, as it may go on without a word.
+
+    A `try` of a package, such as that around a whole training, most often raises it again.
+    """
+    place = inside_try(error)
+    one = CaughtError(place or "", str(error))
+    is_own = place is not None and "-packages" not in place
+    if is_own and one not in settings.report.caught:
+        settings.report.caught.append(one)
+        warnings.warn(str(one), PortWarning, stacklevel=4)
 
 
 def _is_refused(module: torch.nn.Module) -> bool:

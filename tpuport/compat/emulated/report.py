@@ -28,6 +28,23 @@ class Descended:
     reason: str
 
 
+@dataclass(frozen=True)
+class CaughtError:
+    """An error of a program that a `try` of the script catches.
+
+    Attributes:
+        place: Where the `try` is.
+        what: The error, with what to do.
+    """
+
+    place: str
+    what: str
+
+    def __str__(self) -> str:
+        way = "and may go another way than in eager PyTorch"
+        return f"{self.place}: a `try` here catches an error of tpuport, {way}: {self.what}"
+
+
 @dataclass
 class RunReport(SavedReport):
     """The report of one block of `porting()`.
@@ -36,18 +53,23 @@ class RunReport(SavedReport):
         programs: The report of each module that was ported, in the order of first calls.
         descended: Calls that are not one program.
         imported: The outcome for each module that was to be rewritten.
+        caught: Errors after which the script may go another way than in eager PyTorch.
         step_marks: How often code for torch_xla ended a step (`mark_step`, a device loader).
     """
 
     programs: list[PortReport] = field(default_factory=list)
     descended: list[Descended] = field(default_factory=list)
     imported: list[Imported] = field(default_factory=list)
+    caught: list[CaughtError] = field(default_factory=list)
     step_marks: int = 0
 
     @property
     def ok(self) -> bool:
-        """Return whether every program agreed with eager PyTorch, as far as it was compared."""
-        return all(report.ok for report in self.programs)
+        """Return whether every program agreed with eager PyTorch, as far as it was compared.
+
+        An error that the script catches is none of eager PyTorch's.
+        """
+        return all(report.ok for report in self.programs) and not self.caught
 
     def __str__(self) -> str:
         lines = [self._headline(), *(f"  {line}" for line in self._lines())]
@@ -69,6 +91,8 @@ class RunReport(SavedReport):
             yield f"{report.model}: {_verdict(report)}"
         for one in self.descended:
             yield f"{one.what} is not one program: {one.reason}".replace("\n", "\n    ")
+        for one in self.caught:
+            yield str(one).replace("\n", "\n    ")
         for module in self.imported:
             if module.applied:
                 codes = ", ".join(f"{code} line {line}" for code, line in module.applied)
@@ -83,6 +107,7 @@ class RunReport(SavedReport):
             "programs": [report.to_dict() for report in self.programs],
             "descended": encoded(self.descended),
             "imported": encoded(self.imported),
+            "caught": encoded(self.caught),
             "step_marks": self.step_marks,
         }
 

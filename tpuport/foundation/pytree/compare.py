@@ -48,6 +48,28 @@ def same_value(a: Any, b: Any, depth: int = 0) -> bool:
     return all(same_value(x, y, depth + 1) for x, y in zip(ours, theirs, strict=True))
 
 
+def same_class(a: type, b: type) -> bool:
+    """Return whether two classes are one, or made by the same code in two calls of a function.
+
+    A `namedtuple` or a class statement in a forward makes another class in each call.
+    """
+    if a is b:
+        return True
+    named = (a.__module__, a.__qualname__) == (b.__module__, b.__qualname__)
+    return (
+        named
+        and _members(a) == _members(b)
+        and len(a.__bases__) == len(b.__bases__)
+        and all(map(same_class, a.__bases__, b.__bases__))
+    )
+
+
+def _members(kind: type) -> list[Any]:
+    """Return the names, classes and code of what a class has."""
+    found = ((name, m, getattr(m, "__func__", m)) for name, m in vars(kind).items())
+    return [(name, type(m), getattr(held, "__code__", None)) for name, m, held in found]
+
+
 def _bits(number: complex) -> bytes:
     if isinstance(number, complex):
         return struct.pack("dd", number.real, number.imag)

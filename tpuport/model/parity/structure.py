@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from tpuport.foundation import pytree
-from tpuport.foundation.pytree.compare import same_value
+from tpuport.foundation.pytree.compare import same_class, same_value
 from tpuport.tracing.control_flow.merge import is_like
 from tpuport.tracing.core.export import to_torch
 
@@ -44,7 +44,8 @@ def pairs(expected: Any, got: Any, path: str) -> list[Pair]:
 
     Compared are classes of containers, keys, lengths, which places hold one and the same tensor,
     and by class and value None, bools, integers, strings, dtypes, enums and numpy arrays. A Python
-    float is like a tensor without dims: code may have read it from one.
+    float is like a tensor without dims: code may have read it from one. A class that code makes in
+    each call differs each time, and is compared by what made it.
     """
     ours, theirs = (pytree.flatten(value, leaf=comparable) for value in (expected, got))
     walker = _Walker(ours[0], theirs[0])
@@ -104,7 +105,7 @@ class _Walker:
         return getattr(tensor, "_or_number", False) and is_like(tensor, type(number))
 
     def _nodes(self, want: Any, have: Any, path: str) -> Iterator[Pair]:
-        if want.kind is not have.kind:
+        if not same_class(want.kind, have.kind):
             yield _unlike(path, f"a {want.kind.__name__}", f"a {have.kind.__name__}")
             return
         if (want.keys or []) != (have.keys or []) or len(want.parts) != len(have.parts):
@@ -145,7 +146,7 @@ def _statics(want: Any, have: Any, path: str) -> Iterator[Pair]:
     if isinstance(want, np.generic) and type(have) is type(want.item()):
         # docs/promises.md: numpy's functions of numbers of the program give Python's numbers.
         want = want.item()
-    if type(want) is not type(have):
+    if not same_class(type(want), type(have)):
         yield _unlike(path, _value(want), _value(have))
     elif isinstance(want, (float, complex)):
         yield Pair(path, want, have)

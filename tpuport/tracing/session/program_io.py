@@ -1,5 +1,6 @@
 """The inputs and outputs of a trace: traced tensors made of arrays, and arrays taken from them."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.measured_time import MEASURED
 from tpuport.tracing.core.storage import Flow, Storage
 from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.tensor_classes import adopt, state_of
@@ -58,6 +60,38 @@ def is_of_text(what: Any) -> bool:
     return any(str.__contains__(str(what), mark) for mark in (SHOWN, "<traced "))
 
 
+def refuse_passing(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) -> None:
+    """Refuse what is of this call alone and outlives the trace: text of its values, and times.
+
+    Args:
+        trace: the trace.
+        result: the structure of the result.
+        state: the state of the module after the call.
+
+    Raises:
+        PortError: the result or an attribute holds such a value.
+    """
+    refuse_text(trace, result, state)
+    for name, value in _held(result, state):
+        if isinstance(value, MEASURED):
+            raise port_error(
+                f"{name} holds a time that the code measured; a program would give that of its"
+                " trace at every call",
+                code="TPU402",
+                remedy="measure the time around the call, or leave the class that measures it to"
+                " eager PyTorch: `tpuport run --eager NAME`",
+                place=value.place,
+            )
+
+
+def _held(result: pytree.TreeSpec, state: StateTree | None) -> Iterator[tuple[str, Any]]:
+    """Yield the Python values that outlive a trace, with words for where they are."""
+    for value in pytree.statics_of(result):
+        yield "the result", value
+    for name, value in ({} if state is None else state.values).items():
+        yield f"the attribute {name!r}", value
+
+
 def refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) -> None:
     """Refuse text of a traced value that outlives the trace: each call has another.
 
@@ -71,7 +105,7 @@ def refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) 
     """
     if trace.recorder.text is None:
         return
-    values, names = ({}, []) if state is None else (state.values, [*state.values, *state.leaves])
+    names = [] if state is None else [*state.values, *state.leaves]
     if is_of_text(names):
         raise port_error(
             "the call gives state a name or key that depends on the program's inputs",
@@ -80,10 +114,7 @@ def refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) 
             " call, or use a tensor with a dim for the names",
             place=trace.recorder.text,
         )
-    for name, value in [
-        *(("the result", value) for value in pytree.statics_of(result)),
-        *((f"the attribute {name!r}", value) for name, value in values.items()),
-    ]:
+    for name, value in _held(result, state):
         if isinstance(value, str) and is_of_text(value):
             raise port_error(
                 f"{name} holds the text of a tensor or number that depends on the program's inputs",

@@ -58,7 +58,7 @@ from tpuport.tracing.session.program_io import (
     is_of_text,
     program_leaves,
     refuse_lost_effects,
-    refuse_text,
+    refuse_passing,
     refuse_writes_in_closures,
     state_tensor,
     traced_arguments,
@@ -360,7 +360,7 @@ class Tracer:
         outcome = self._outcome(
             trace, module, tree, after, result, values, baked, wide=request.wide
         )
-        refuse_text(trace, outcome.out_spec, after)
+        refuse_passing(trace, outcome.out_spec, after)
         outcome.argument_changes = watch.changes()
         outputs = pytree.flatten(result, leaf=program_leaf)[0]
         if outcome.argument_changes is not None:

@@ -1,0 +1,74 @@
+"""Times that a forward measures: a program would give those of its trace at every call."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import tpuport
+from tpuport.foundation.errors import PortError
+from tpuport.tracing.core.measured_time import MeasuredSeconds, MeasuredTicks, measured
+
+
+class Timed(nn.Module):
+    """A layer that measures how long it takes, and does with it what `mode` says."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.mode, self.layer = mode, nn.Linear(3, 3)
+
+    def forward(self, x):
+        start, ticks = time.perf_counter(), time.time_ns()
+        y = self.layer(x)
+        took = round((time.perf_counter() - start) * 1e3, 2)
+        if self.mode == "result":
+            return {"y": y, "times": (took,)}
+        if self.mode == "ticks":
+            return y, (time.time_ns() - ticks) // 1000
+        if self.mode == "attribute":
+            self.took = 0.5 + took
+        if self.mode == "inside" and took > 1e9:
+            y = y * 2
+        self.text = "slow" if took > 1e9 else "fast"
+        return y
+
+
+@pytest.mark.parametrize(
+    ("mode", "what"),
+    [("result", "the result"), ("ticks", "the result"), ("attribute", "the attribute 'took'")],
+)
+def test_a_time_that_leaves_the_call_is_refused(mode: str, what: str) -> None:
+    with pytest.raises(PortError, match=f"{what} holds a time") as raised:
+        tpuport.convert(Timed(mode))(torch.ones(2, 3))
+    assert raised.value.code == "TPU402"
+    assert "--eager" in (raised.value.remedy or "")
+    assert "time." in str(raised.value.source_line)
+
+
+def test_a_time_that_stays_inside_is_no_worse() -> None:
+    module, x = Timed("inside"), torch.ones(2, 3)
+    ported = tpuport.convert(module)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), module(x))
+    assert (type(time.time()), type(time.time_ns())) == (float, int)
+
+
+def test_under_porting_the_layers_inside_are_programs() -> None:
+    with tpuport.porting() as run:
+        net = Timed("result").cuda()
+        with pytest.warns(UserWarning, match="holds a time"):
+            first = net(torch.ones(2, 3).cuda())
+        second = net(torch.ones(2, 3).cuda())
+    assert type(first["times"][0]) is type(second["times"][0]) is float
+    assert [program.model for program in run.report.programs] == ["Linear"]
+
+
+def test_arithmetic_keeps_what_a_number_is() -> None:
+    second, tick = measured(2.5, "here:1"), measured(7, "here:2")
+    for number in (second + 1, 1 - second, second * tick, -second, tick / 2, abs(second) // 1):
+        assert isinstance(number, MeasuredSeconds)
+    assert isinstance(tick % 4, MeasuredTicks)
+    assert isinstance(round(second), MeasuredTicks)
+    assert (tick % 4, (2 * second).place) == (3, "here:1")
+    assert not isinstance(second > 1, MeasuredTicks)
+    assert measured(True, "here:3") is True

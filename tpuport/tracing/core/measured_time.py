@@ -1,0 +1,52 @@
+"""Numbers of Python's clocks, known again after arithmetic: they are of one call alone."""
+
+from collections.abc import Callable
+from typing import Any
+
+_OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+_OF_ONE = ("__neg__", "__pos__", "__abs__", "__round__")
+
+
+class _Measured:
+    """What numbers of clocks have in common.
+
+    Attributes:
+        place: The line of the user's code that read the clock.
+    """
+
+    place: str
+
+
+class MeasuredSeconds(_Measured, float):
+    """A float that comes of a clock."""
+
+
+class MeasuredTicks(_Measured, int):
+    """An integer that comes of a clock."""
+
+
+MEASURED = (MeasuredSeconds, MeasuredTicks)
+
+
+def measured(number: Any, place: str) -> Any:
+    """Return a number of a clock as one that is known again; anything else as it is."""
+    kind = {float: MeasuredSeconds, int: MeasuredTicks}.get(type(number))
+    if kind is None:
+        return number
+    made = kind(number)
+    made.place = place
+    return made
+
+
+def _kept(base: type, name: str) -> Callable[..., Any]:
+    function = getattr(base, name)
+
+    def operation(self: Any, *others: Any) -> Any:
+        return measured(function(self, *others), self.place)
+
+    return operation
+
+
+for _kind, _base in ((MeasuredSeconds, float), (MeasuredTicks, int)):
+    for _name in (*(f"__{s}{n}__" for n in _OPERATIONS for s in ("", "r")), *_OF_ONE):
+        setattr(_kind, _name, _kept(_base, _name))
