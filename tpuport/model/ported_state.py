@@ -416,10 +416,9 @@ class PortedState:
         old = {id(t): name for name, t in tensors.items() if t.device.type != "meta"}
         cloner = Cloner(lambda tensor: _like(tensor) if id(tensor) in old else tensor)
         cloner.memo.update({id(module): module for module in self._module.modules()})
-        for full in tree.attributes_of(old.values()):
-            fqn, attribute = tree.owners[full]
-            owner = self._module.get_submodule(fqn)
-            put(owner, owner, attribute, cloner)
+        owners = [tree.owners[full] for full in tree.attributes_of(old.values())]
+        held = [(self._module.get_submodule(fqn), attribute) for fqn, attribute in owners]
+        put([(owner, owner, attribute) for owner, attribute in held], cloner)
         if self._edits is not None and self._edits.module is self._module:
             self._watch(self._edits.values)
         self._parted |= names
