@@ -479,6 +479,9 @@ class LiveModel(PortedModel):
             self._named_at = self._state_version
         return self._named
 
+    # `Structures` notes them, with what is outside of the module.
+    _note_structure = _find_version = PortedModel._new_version
+
     def _variant(self) -> Any:
         return self._wanted, self._structures.now.number
 
