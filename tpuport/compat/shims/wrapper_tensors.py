@@ -1,0 +1,28 @@
+"""`torch.Tensor._make_wrapper_subclass`, by which packages make tensors that hold others."""
+
+from typing import Any
+
+import torch
+
+from tpuport.compat.emulated.device import CPU, is_accelerator
+from tpuport.foundation.interop.device_mark import tag
+from tpuport.foundation.patching.shim import Replacement, Shim
+
+_EAGER = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+
+
+def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    if device is None or not is_accelerator(device):
+        return _EAGER(cls, *args, device=device, **kwargs)
+    return tag(_EAGER(cls, *args, device=CPU, **kwargs))
+
+
+class WrapperTensors(Shim):
+    """A tensor made for the emulated device is one of the CPU with its mark."""
+
+    TARGET = "torch.Tensor._make_wrapper_subclass"
+    REASON = "no function mode sees it, and autograd without CUDA ends the process at such a tensor"
+    REFERENCE = "the device of the tensors that it holds"
+
+    def replacements(self) -> list[Replacement]:
+        return [Replacement(torch.Tensor, "_make_wrapper_subclass", staticmethod(_make))]
