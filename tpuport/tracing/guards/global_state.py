@@ -358,7 +358,9 @@ class _Freezer:
         if isinstance(space, dict):
             self.identities.mapping(space, [name for name in names if name in space])
             self.mutable.append(space)
-        slots = {name: held[name] for name in names if name not in (space or ())}
+        # A class with a `__getattr__` for all names may give anything.
+        known = space if isinstance(space, dict) else ()
+        slots = {name: held[name] for name in names if name not in known}
         if slots:
             self.identities.other(_has_attributes, value, slots)
         bound = (value.args, value.keywords) if isinstance(value, functools.partial) else ()
