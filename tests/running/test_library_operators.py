@@ -88,9 +88,10 @@ class Packed(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, dtype=torch.float32, device=held.device
-        )
+        make, device = torch.Tensor._make_wrapper_subclass, held.device
+        if held.dim() > 1:
+            return make(cls, held.shape, None, None, None, torch.float32, torch.strided, device)
+        return make(cls, held.shape, dtype=torch.float32, device=device)
 
     def __init__(self, held):
         self.held = held
@@ -118,3 +119,4 @@ def test_a_tensor_that_holds_one_of_the_device_is_made():
         assert isinstance(made, Packed)
         assert made.held.tolist() == [1.0, 3.0]
         assert made.held.is_cuda
+        assert Packs.apply(x[None]).shape == (1, 2)

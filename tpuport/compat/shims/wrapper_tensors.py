@@ -11,10 +11,18 @@ from tpuport.foundation.patching.shim import Replacement, Shim
 _EAGER = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 
-def _make(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+# Where the device stands if it has no name: after the class, sizes, strides, offset, memory format,
+# dtype and layout.
+_PLACE = 7
+
+
+def _make(*args: Any, **kwargs: Any) -> torch.Tensor:
+    device = args[_PLACE] if len(args) > _PLACE else kwargs.get("device")
     if device is None or not is_accelerator(device):
-        return _EAGER(cls, *args, device=device, **kwargs)
-    return tag(_EAGER(cls, *args, device=CPU, **kwargs))
+        return _EAGER(*args, **kwargs)
+    if len(args) > _PLACE:
+        return tag(_EAGER(*args[:_PLACE], CPU, *args[_PLACE + 1 :], **kwargs))
+    return tag(_EAGER(*args, **{**kwargs, "device": CPU}))
 
 
 class WrapperTensors(Shim):
