@@ -120,3 +120,20 @@ def test_a_tensor_that_holds_one_of_the_device_is_made():
         assert made.held.tolist() == [1.0, 3.0]
         assert made.held.is_cuda
         assert Packs.apply(x[None]).shape == (1, 2)
+
+
+def test_what_was_compiled_before_the_block_runs_as_it_is_written():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(inputs)
+        return graph.forward
+
+    # torch's compiler would look into the emulation, which it does not understand.
+    step = torch.compile(lambda x, y: x * 2 + torch.expm1(y), backend=backend)
+    with tpuport.porting():
+        x = torch.ones(2, device="cuda")
+        assert step(x, x).tolist() == pytest.approx([2 + 1.7182817] * 2)
+    assert not compiled
+    step(torch.ones(2), torch.ones(2))
+    assert len(compiled) == 1
