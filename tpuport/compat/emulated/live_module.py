@@ -363,8 +363,8 @@ class LiveModel(PortedModel):
         cloner = Cloner(back)
         cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
         owners = [changes.owners[name] for name in changes.names]
-        both = (self._user.get_submodule, master.get_submodule)
-        put([(*(of(fqn) for of in both), attribute) for fqn, attribute in owners], cloner)
+        user, copy = self._user.get_submodule, master.get_submodule
+        put([(user(fqn), copy(fqn), attribute) for fqn, attribute in owners], cloner)
         changes.put_numbers(self._user, values)
         changes.put_hooks_and_flags(self._user)
 
