@@ -8,7 +8,7 @@ from tpuport.compat.emulated.device import CPU, is_accelerator
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.patching.shim import Replacement, Shim
 
-_EAGER = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+_EAGER: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 
 
 # Where the device stands if it has no name: after the class, sizes, strides, offset, memory format,
