@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import tpuport
 from tests.model import outside_state
 from tests.model.repeated import Block, Stack, port
 
@@ -288,3 +289,31 @@ class SpiedOn(Stack):
 
 def test_a_local_variable_of_the_caller():
     assert port(SpiedOn(Spies)).programs == 5
+
+
+class Anything:
+    """Gives something for each name, so that what it has in place of a `__dict__` is no dict."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 2.0
+
+    def __getattr__(self, name: str) -> object:
+        return print
+
+
+ANYTHING = Anything()
+
+
+class ByAnything(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * ANYTHING.scale
+
+
+def test_an_object_that_has_an_attribute_of_every_name(monkeypatch: pytest.MonkeyPatch):
+    ported = tpuport.convert(ByAnything())
+    x = torch.ones(2)
+    assert tpuport.to_torch(ported(x)).tolist() == [2.0, 2.0]
+    monkeypatch.setattr(ANYTHING, "scale", 3.0)
+    assert tpuport.to_torch(ported(x)).tolist() == [3.0, 3.0]

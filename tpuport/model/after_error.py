@@ -1,6 +1,7 @@
 """What a call that raises leaves behind: eager PyTorch keeps what it wrote until then."""
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -9,22 +10,52 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.user_frames import user_places
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.verify import host_arguments, in_eager
+from tpuport.tracing.core import arguments
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import next_key
 
-# Memory that ran out, or a device that failed, is no error of the code.
-_OF_THE_MACHINE = ("jax", "jaxlib")
+# Memory that ran out, or a device that failed, is no error of the code; nor is a signal to trace
+# again.
+_NOT_OF_THE_CODE = ("jax", "jaxlib", "tpuport")
 
 
 def is_of_the_code(error: Exception, given: Any) -> bool:
     """Return whether the ported code raised an error, in a call that has values."""
     if isinstance(error, (TpuportError, MemoryError)):
         return False
-    if type(error).__module__.partition(".")[0] in _OF_THE_MACHINE:
+    if type(error).__module__.partition(".")[0] in _NOT_OF_THE_CODE:
         return False
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in pytree.flatten(given)[0])
+
+
+@contextlib.contextmanager
+def refused_if_alone(given: Any) -> Iterator[None]:
+    """Refuse what the port alone raises in the block, in a call that eager PyTorch has finished.
+
+    Code that looks something up by the identity of a tensor may find nothing in a trace.
+
+    Raises:
+        PortError: the code raised. The error that it raised is the cause.
+    """
+    try:
+        yield
+    except Exception as error:
+        is_retried = arguments.long_integers(given, error) is not None
+        if not is_of_the_code(error, given) or is_retried:
+            raise
+        place = next(user_places(error.__traceback__), None)
+        raise port_error(
+            f"the traced code raises {type(error).__name__}: {error}; eager PyTorch does not",
+            code="TPU105",
+            remedy="leave what this line does to a method that is not traced, or keep what it looks"
+            " up under a name (str) instead of under a tensor or its id; under porting(), leave the"
+            " class to eager PyTorch: --eager NAME",
+            place=None if place is None else str(place),
+        ) from error
 
 
 def follow(ported: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -254,7 +254,8 @@ class PortedModel(PortedState):
                 self._note_saved(path, expected)
             self._verifying = True
             try:
-                out, _ = self._run(method, args, kwargs)
+                with after_error.refused_if_alone((args, kwargs)):
+                    out, _ = self._run(method, args, kwargs)
             finally:
                 self._verifying = False
         started = time.monotonic()

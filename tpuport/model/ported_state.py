@@ -28,7 +28,7 @@ from tpuport.tracing.core.context import no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.sym_numbers import exact_value
 from tpuport.tracing.core.tensor import differentiable
-from tpuport.tracing.guards.module_changes import put
+from tpuport.tracing.guards.module_changes import frame_of, put
 from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.fallback import Fallback
@@ -38,6 +38,7 @@ from tpuport.weights.checkpoint import Checkpoint
 from tpuport.weights.load import Place, Progress
 
 _SAME_STATE_LIMIT = 4
+_MOST_STRUCTURES = 16
 
 
 class PortedState:
@@ -76,6 +77,8 @@ class PortedState:
         # Names of state whose tensors in the traced copy are no one else's.
         self._parted: set[str] = set()
         self._versions = itertools.count(1)
+        # The structures that the module has had, with the version of each.
+        self._structures_seen: list[tuple[Any, int]] = []
         self._state_changes: dict[str, int] = {}
         self._same_changes: dict[Any, int] = {}
         self._outside_changes = 0
@@ -207,6 +210,7 @@ class PortedState:
         """
         self._mode = None
         self._take_edits()
+        self._note_structure()
         if any(type(m).train is not torch.nn.Module.train for m in self._module.modules()):
             watched = self._edits is not None
             self.module.train(mode)
@@ -215,7 +219,7 @@ class PortedState:
                 self._edits = None  # nobody else has that module
         else:
             self._module.train(mode)
-        self._new_version()
+        self._find_version()
         if self._edits is not None:
             self._watch(self._edits.values)
         return self
@@ -237,6 +241,27 @@ class PortedState:
     def _new_version(self) -> None:
         """Start a new state version, which invalidates every cached program."""
         self._state_version = next(self._versions)
+
+    def _structure(self) -> Any:
+        """Return all about the module and its state that programs are compiled for."""
+        tree = state_tree(self._module, self._tracer.numbers, graphs=True)
+        names = frozenset((*self.params, *self.buffers)), frozenset(self._tracer.numbers)
+        return frame_of(tree, self._module), tree.aliases, names
+
+    def _note_structure(self) -> None:
+        """Note what structure the present version is of, before it changes."""
+        if all(version != self._state_version for _, version in self._structures_seen):
+            seen = [*self._structures_seen, (self._structure(), self._state_version)]
+            self._structures_seen = seen[-_MOST_STRUCTURES:]
+
+    def _find_version(self) -> None:
+        """Start a new state version, or take that of a structure that the module has again.
+
+        So a model that goes from training to evaluation and back has two programs.
+        """
+        now = self._structure()
+        known = (version for one, version in self._structures_seen if one == now)
+        self._state_version = next(itertools.chain(known, self._versions))
 
     def _replace_module(self, module: torch.nn.Module | None) -> None:
         """Take another module as the one that is traced from now on."""
@@ -418,10 +443,9 @@ class PortedState:
         old = {id(t): name for name, t in tensors.items() if t.device.type != "meta"}
         cloner = Cloner(lambda tensor: _like(tensor) if id(tensor) in old else tensor)
         cloner.memo.update({id(module): module for module in self._module.modules()})
-        for full in tree.attributes_of(old.values()):
-            fqn, attribute = tree.owners[full]
-            owner = self._module.get_submodule(fqn)
-            put(owner, owner, attribute, cloner)
+        owners = [tree.owners[full] for full in tree.attributes_of(old.values())]
+        held = [(self._module.get_submodule(fqn), attribute) for fqn, attribute in owners]
+        put([(owner, owner, attribute) for owner, attribute in held], cloner)
         if self._edits is not None and self._edits.module is self._module:
             self._watch(self._edits.values)
         self._parted |= names
@@ -449,7 +473,7 @@ class PortedState:
                 raise _changes_each_time(name, self._module.get_submodule(owner[0]), owner[1])
 
     def _apply_python_state(self, compiled: CachedProgram, changes: Any) -> None:
-        self._new_version()
+        self._note_structure()
         master = self._module
         causes = () if compiled.was_applied else changes.causes
         compiled.was_applied = True
@@ -469,6 +493,7 @@ class PortedState:
             target[name] = backend.to_jax(value)
         for name in changes.gone:
             self.buffers.pop(name, None)
+        self._find_version()
         if self._edits is not None and self._edits.module is self._module:
             self._watch(self._edits.values)
 

@@ -324,13 +324,12 @@ class LiveModel(PortedModel):
         cloner = Cloner(lambda tensor: new.get(id(tensor), tensor))
         if any(name not in tree.owners for name in replaced):
             cloner.memo.update({id(m): m for m in self._user.modules()})
-        for full in tree.attributes_of(replaced):
-            fqn, attribute = tree.owners[full]
-            owner = self._user.get_submodule(fqn)
-            put(owner, owner, attribute, cloner)
+        owners = {full: tree.owners[full] for full in tree.attributes_of(replaced)}
+        held = [(self._user.get_submodule(fqn), attribute) for fqn, attribute in owners.values()]
+        put([(owner, owner, attribute) for owner, attribute in held], cloner)
+        for full, (owner, attribute) in zip(owners, held, strict=True):
             # Or the tree would keep the old tensor alive, with its graph.
-            held = owner._buffers if attribute in owner._buffers else vars(owner)
-            tree.values[full] = held[attribute]
+            tree.values[full] = owner._buffers.get(attribute, vars(owner).get(attribute))
         for name, tensor in replaced.items():
             tree.leaves[name] = tensor
             self._keys[name] = _key(tensor, name in tree.registered)
@@ -363,10 +362,9 @@ class LiveModel(PortedModel):
 
         cloner = Cloner(back)
         cloner.memo.update({id(m): self._user.get_submodule(f) for f, m in master.named_modules()})
-        for name in changes.names:
-            fqn, attribute = changes.owners[name]
-            theirs, ours = self._user.get_submodule(fqn), master.get_submodule(fqn)
-            put(theirs, ours, attribute, cloner)
+        owners = [changes.owners[name] for name in changes.names]
+        user, copy = self._user.get_submodule, master.get_submodule
+        put([(user(fqn), copy(fqn), attribute) for fqn, attribute in owners], cloner)
         changes.put_numbers(self._user, values)
         changes.put_hooks_and_flags(self._user)
 
@@ -480,6 +478,9 @@ class LiveModel(PortedModel):
             self._named = self._names_seen.setdefault(names, len(self._names_seen))
             self._named_at = self._state_version
         return self._named
+
+    # `Structures` notes them, with what is outside of the module.
+    _note_structure = _find_version = PortedModel._new_version
 
     def _variant(self) -> Any:
         return self._wanted, self._structures.now.number

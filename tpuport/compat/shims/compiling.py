@@ -113,7 +113,10 @@ class Dynamo(Shim):
             "mark_static_address": lambda t, guard=True: None,
         }
         named = (dynamo, dynamo.eval_frame)
+        # What was compiled before the block runs as it is written.
+        stance = dynamo.eval_frame.DynamoStance("force_eager")
         return [
             *functions(dynamo, table),
+            Replacement(dynamo.eval_frame, "_stance", stance),
             *(Replacement(one, "OptimizedModule", OptimizedModule) for one in named),
         ]

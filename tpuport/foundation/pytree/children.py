@@ -28,6 +28,7 @@ ATOMS = (
 )  # fmt: skip
 # Values of exactly these types refer to no others: a quick test for the most common ones.
 ATOMIC = frozenset({*ATOMS[:11], types.FunctionType, types.BuiltinFunctionType, slice, range})
+_PLAIN_KEYS = frozenset({str, int, float, bool, type(None)})
 # Objects of these packages are atomic: their state is not all in attributes.
 OPAQUE = frozenset(
     "builtins torch numpy jax jaxlib logging threading _thread weakref re random enum".split()
@@ -47,6 +48,8 @@ class Children(NamedTuple):
         parts: The elements, or the values of a dict.
         held: The attributes in `__dict__` and `__slots__`.
         option: A deque's `maxlen`, a defaultdict's `default_factory`.
+        known_by_identity: Which of the keys are tensors, modules and the like: a copy of the dict
+            has their copies, by which code looks its items up.
     """
 
     kind: type
@@ -54,16 +57,31 @@ class Children(NamedTuple):
     parts: list[Any]
     held: dict[str, Any]
     option: Any = None
+    known_by_identity: tuple[int, ...] = ()
 
     @property
     def all(self) -> list[Any]:
-        """Return the elements and the values of attributes."""
-        return [*self.parts, *self.held.values()]
+        """Return the elements, the values of attributes and the keys that are known by identity."""
+        if not self.known_by_identity:
+            return [*self.parts, *self.held.values()]
+        keys = self.keys or []
+        return [*self.parts, *self.held.values(), *(keys[i] for i in self.known_by_identity)]
+
+    @property
+    def equal_keys(self) -> list[Any]:
+        """Return the keys that equal ones stand for: all but those that are known by identity."""
+        keys = self.keys or []
+        if not self.known_by_identity:
+            return keys
+        return [key for i, key in enumerate(keys) if i not in self.known_by_identity]
 
     def steps(self) -> list[str]:
         """Return how code reaches each of the parts: `[0]`, `.logits`."""
         if self.keys is not None:
-            return [f".{k}" if isinstance(k, str) else f"[{k}]" for k in self.keys]
+            names = [f".{k}" if isinstance(k, str) else f"[{k}]" for k in self.keys]
+            for i in self.known_by_identity:
+                names[i] = f"[key {i}]"
+            return names
         if issubclass(self.kind, torch.Tensor):
             return [""]
         if issubclass(self.kind, (set, frozenset)):
@@ -72,10 +90,15 @@ class Children(NamedTuple):
         return [f".{n}" for n in fields] or [f"[{i}]" for i in range(len(self.parts))]
 
     def map(self, function: Callable[[Any], Any]) -> "Children":
-        """Return the same with a function applied to each part and attribute."""
+        """Return the same with a function applied to each of `all`, in that order."""
         parts = [function(part) for part in self.parts]
         held = {name: function(part) for name, part in self.held.items()}
-        return Children(self.kind, self.keys, parts, held, self.option)
+        if not self.known_by_identity:
+            return Children(self.kind, self.keys, parts, held, self.option)
+        keys = list(self.keys or ())
+        for i in self.known_by_identity:
+            keys[i] = function(keys[i])
+        return self._replace(keys=keys, parts=parts, held=held)
 
     def is_same(self, other: Self) -> bool:
         """Return whether both have the same objects in the same places."""
@@ -97,7 +120,9 @@ def children(value: Any) -> Children:
         option = value.default_factory if isinstance(value, defaultdict) else None
         keys = list(dict_class(value).keys(value))
         parts = [dict.__getitem__(value, key) for key in keys]
-        return Children(type(value), keys, parts, held, option)
+        plain = _PLAIN_KEYS.issuperset(map(type, keys))
+        own = () if plain else tuple(i for i, key in enumerate(keys) if _has_identity(key))
+        return Children(type(value), keys, parts, held, option, own)
     for base in _SEQUENCES:
         if isinstance(value, base):  # A class of the user's may count or walk in its own way.
             return Children(type(value), None, list(base.__iter__(value)), held)
@@ -106,6 +131,17 @@ def children(value: Any) -> Children:
     if isinstance(value, types.CellType):
         return Children(types.CellType, None, content(value), {})
     return Children(type(value), None, [], held)
+
+
+def _has_identity(key: Any) -> bool:
+    """Return whether a key of a dict equals itself only, and so not its copy."""
+    if type(key) in ATOMIC:
+        return False
+    if isinstance(key, (torch.Tensor, torch.nn.Module)):
+        return True
+    if isinstance(key, (tuple, frozenset)):
+        return any(map(_has_identity, key))
+    return type(key).__hash__ is object.__hash__ and is_plain(key)
 
 
 def dict_class(value: dict[Any, Any]) -> Any:
@@ -182,7 +218,7 @@ def rebuilt(content: Children, build: Callable[[Any], Any], note: Callable[[Any]
         made: Any = tuple(map(build, content.parts))
         note(made)
         return made
-    if content.kind is dict or content.kind is list:
+    if (content.kind is dict or content.kind is list) and not content.known_by_identity:
         made = content.kind()
         note(made)
         parts = map(build, content.parts)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from tpuport.foundation.pytree.children import (
     ATOMIC,
@@ -41,6 +42,9 @@ _SHARED = (
 )
 _BUILT_IN = frozenset({dict, OrderedDict, set, list})
 _PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
+WEAK_DICTS = frozenset({weakref.WeakKeyDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary})
+# Ids are addresses, which are large.
+_LEAST_ID = 1 << 20
 # What a local function may keep its modules in.
 _CONTAINERS = frozenset({dict, list, tuple})
 # Objects of these packages are shared; a generator of `random` and an event are copied.
@@ -61,6 +65,9 @@ class Cloner:
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
         self._cells: list[types.CellType] = []
+        # Copies of weak dicts with what they are of, and of containers that may hold ids.
+        self._weak_dicts: list[tuple[Any, Any]] = []
+        self._with_ids: list[Any] = []
         self._root: Any = None
         # The copies of containers that local functions refer to, and what they held at first.
         self.closed: list[tuple[Any, Children]] = []
@@ -73,7 +80,28 @@ class Cloner:
         while self._cells:
             cell = self._cells.pop()
             cell.cell_contents = self._bound(cell.cell_contents)
+        self._look_up_copies()
         return made
+
+    def _look_up_copies(self) -> None:
+        """Let copies find in tables what the originals find under their weak references and ids."""
+        while self._weak_dicts:
+            new, old = self._weak_dicts.pop()
+            for key, value in list(old.items()):
+                new[self.memo.get(id(key), key)] = self._clone(value)
+        while self._with_ids:
+            made = self._with_ids.pop()
+            content = children(made)
+            held = content.keys or content.parts
+            if any(type(value) is int and value >= _LEAST_ID for value in held):
+                keys = content.keys and [self._id(key) for key in content.keys]
+                parts = [self._id(part) for part in content.parts]
+                refill(made, content._replace(keys=keys, parts=parts))
+
+    def _id(self, value: Any) -> Any:
+        """Return the id of the copy for that of a tensor or module that was copied."""
+        known = self.memo.get(value) if type(value) is int else None
+        return id(known) if isinstance(known, (torch.Tensor, torch.nn.Module)) else value
 
     def _clone(self, value: Any) -> Any:
         kind = type(value)
@@ -149,6 +177,11 @@ class Cloner:
         if known is not None:
             return known
         self.keep.append(value)
+        if type(value) in WEAK_DICTS:
+            made = self.memo[id(value)] = copy.copy(value)
+            made.clear()
+            self._weak_dicts.append((made, value))
+            return made
         if isinstance(value, RemovableHandle):
             made = self.memo[id(value)] = self._handle(value)
             return made
@@ -223,7 +256,10 @@ class Cloner:
         if isinstance(value, torch.nn.Module):
             self._fill_module(made, value)
         elif made is not value:
-            refill(made, children(value).map(self._clone))
+            content = children(value)
+            refill(made, content.map(self._clone))
+            if int in set(map(type, content.keys or content.parts)):
+                self._with_ids.append(made)
         return made
 
     def _shallow(self, value: Any) -> Any:

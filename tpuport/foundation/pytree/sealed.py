@@ -128,7 +128,8 @@ def _key(node: Any, found: list[Any]) -> Any:
         return node
     content: Children = node[2]
     parts = tuple(_key(part, found) for part in content.all)
-    keys = tuple(hashable(key, []) for key in content.keys or ())
+    keys = tuple(hashable(key, []) for key in content.equal_keys)
+    keys += (content.known_by_identity,)
     return (content.kind, what, keys, tuple(content.held), hashable(content.option, []), parts)
 
 

@@ -158,16 +158,19 @@ class Flattener:
         found = children(value)
         kind = found.kind
         steps = [*found.steps(), *(f".{name}" for name in found.held)]
+        steps += [f"[key {i}]" for i in found.known_by_identity]
         pairs = [self.visit(v, path + s) for v, s in zip(found.all, steps, strict=True)]
         nodes, keys = iter([n for n, _ in pairs]), [k for _, k in pairs]
         count = len(found.parts)
         key = (
             kind,
             hashable(found.option, self.keep),
-            tuple(hashable(k, self.keep) for k in found.keys or ()),
+            tuple(hashable(k, self.keep) for k in found.equal_keys),
             (frozenset if isinstance(value, (set, frozenset)) else tuple)(keys[:count]),
-            tuple(zip(found.held, keys[count:], strict=True)),
+            tuple(zip(found.held, keys[count:], strict=False)),
         )
+        if found.known_by_identity:
+            key = (*key, found.known_by_identity, *keys[count + len(found.held) :])
         return ("node", index, found.map(lambda _: next(nodes))), key
 
     def _bears(self, value: Any) -> bool:

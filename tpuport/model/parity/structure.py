@@ -108,7 +108,9 @@ class _Walker:
         if not same_class(want.kind, have.kind):
             yield _unlike(path, f"a {want.kind.__name__}", f"a {have.kind.__name__}")
             return
-        if (want.keys or []) != (have.keys or []) or len(want.parts) != len(have.parts):
+        is_alike = want.equal_keys == have.equal_keys
+        is_alike &= want.known_by_identity == have.known_by_identity
+        if not is_alike or len(want.parts) != len(have.parts):
             yield _unlike(path, _shown(want), _shown(have))
             return
         if issubclass(want.kind, (set, frozenset)):
@@ -119,6 +121,8 @@ class _Walker:
         steps = want.steps()
         for step, ours, theirs in zip(steps, want.parts, have.parts, strict=True):
             yield from self.walk(ours, theirs, path + step)
+        for i in want.known_by_identity:
+            yield from self.walk(want.keys[i], have.keys[i], f"{path}[key {i}]")
         for name, ours in want.held.items():
             if name in have.held:
                 yield from self.walk(ours, have.held[name], f"{path}.{name}")
@@ -173,5 +177,5 @@ def _value(value: Any) -> str:
 
 def _shown(content: Any) -> str:
     if content.keys is not None:
-        return f"a {content.kind.__name__} with the keys {content.keys}"
+        return f"a {content.kind.__name__} with the keys {content.equal_keys}"
     return f"a {content.kind.__name__} of {len(content.parts)}"

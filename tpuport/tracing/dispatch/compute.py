@@ -267,6 +267,8 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result, cause = NotImplemented, error
     else:
         cause = None
+    if result is NotImplemented and (kernel := _kernel_of_users(func)) is not None:
+        return within(mode, kernel, args, kwargs)
     if result is NotImplemented:
         raise port_error(
             f"{func} has no lowering to JAX",
@@ -278,6 +280,39 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             cause=cause,
         )
     return result
+
+
+def _kernel_of_users(func: Any) -> Callable[..., Any] | None:
+    """Return what runs an operator as a package has written it in Python (`torch.library`).
+
+    None for an operator of torch, or one in C++. Gradients are refused: what it registers for
+    autograd, if anything, is not seen here.
+    """
+    namespace, _, name = func.name().partition("::")
+    if namespace in _OF_TORCH:
+        return None
+    place = f"{namespace}/{name}/"
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        flows = torch.is_grad_enabled() and any(t.requires_grad for t in flat(args, kwargs))
+        if flows:
+            raise port_error(
+                f"a gradient goes through {func.name()}, an operator that is made by torch.library",
+                code="TPU403",
+                remedy="make it a torch.autograd.Function; in code that is not yours, leave the"
+                " class to eager PyTorch: tpuport run --eager NAME",
+            )
+        return func._op_dk(kernel, *args, **kwargs)
+
+    for key in ("CompositeExplicitAutograd", "CPU"):
+        if place + key in torch.library._impls:
+            kernel = getattr(torch._C.DispatchKey, key)
+            return run
+    return None
+
+
+# Their operators that are written in Python are decompositions, which are tried before.
+_OF_TORCH = frozenset({"aten", "prims", "higher_order", "inductor", "torchvision", "torchaudio"})
 
 
 def within(mode: Any, rule: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ class GlobalState:
         try:
             yield run
             run.changed = run.before.changed()
-            left = dict(_read(self.code, self._module)) if run.changed else {}
+            left = dict(read_values(self.code, self._module)) if run.changed else {}
             kept = [name for name in run.changed if _holds_tensor_of_a_call(left.get(name))]
             if kept:
                 self.refuse(kept)
@@ -132,7 +132,7 @@ class OutsideValues:
     def _now(self) -> tuple[dict[str, Any], "_Identities"]:
         freezer = _Freezer(self._reads)
         _identities(self._reads, freezer.identities)
-        values = {name: freezer.freeze(value) for name, value in _read(self._reads, None)}
+        values = {name: freezer.freeze(value) for name, value in read_values(self._reads, None)}
         self.tensors = freezer.tensors
         if self._module is not None:
             freezer.sees_tensors = False
@@ -193,7 +193,7 @@ class _Identities:
         return all(test(held, value) for test, held, value in self._others)
 
 
-def _read(reads: CodeReads, module: torch.nn.Module | None) -> Iterator[tuple[str, Any]]:
+def read_values(reads: CodeReads, module: torch.nn.Module | None) -> Iterator[tuple[str, Any]]:
     """Read what the code would read now, by readable names."""
     for namespace, name in reads.places.values():
         yield f"{namespace.get('__name__', '')}.{name}", namespace.get(name, MISSING)
@@ -358,7 +358,9 @@ class _Freezer:
         if isinstance(space, dict):
             self.identities.mapping(space, [name for name in names if name in space])
             self.mutable.append(space)
-        slots = {name: held[name] for name in names if name not in (space or ())}
+        # A class with a `__getattr__` for all names may give anything.
+        known = space if isinstance(space, dict) else ()
+        slots = {name: held[name] for name in names if name not in known}
         if slots:
             self.identities.other(_has_attributes, value, slots)
         bound = (value.args, value.keywords) if isinstance(value, functools.partial) else ()
@@ -390,7 +392,7 @@ class _Restorable:
             (cls, name, vars(cls)[name]) for cls in reads.classes for name in reads.attributes(cls)
         ]
         freezer = _Freezer(reads)
-        for _, value in _read(reads, module):
+        for _, value in read_values(reads, module):
             freezer.freeze(value)
         self._containers = [(value, copy.copy(value)) for value in freezer.mutable]
 

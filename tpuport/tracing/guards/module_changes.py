@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,56 +116,80 @@ def changed_numbers(before: StateTree, after: StateTree) -> Iterator[str]:
             yield name
 
 
-def put(theirs: torch.nn.Module, ours: torch.nn.Module, attribute: str, cloner: Cloner) -> None:
-    """Copy one attribute from the ported copy of a module to the user's module.
+def put(places: Iterable[tuple[torch.nn.Module, torch.nn.Module, str]], cloner: Cloner) -> None:
+    """Copy attributes from the ported copy of a module to the user's module.
 
     Args:
-        theirs: the user's.
-        ours: the copy.
-        attribute: a parameter, a buffer or any other attribute, or one that was deleted.
+        places: the user's module, the copy, and the name of a parameter, a buffer or any other
+            attribute, also of one that was deleted.
         cloner: maps modules and tensors of the copy to the user's modules and real tensors.
     """
-    for holder in ("_parameters", "_buffers", "__dict__"):
-        new, old = getattr(ours, holder), getattr(theirs, holder)
-        if attribute in new:
-            old[attribute] = filled(old.get(attribute), cloner.clone(new[attribute]), {})
-        else:
-            old.pop(attribute, None)
+    given = _GivenBack(cloner)
+    for theirs, ours, attribute in places:
+        for holder in ("_parameters", "_buffers", "__dict__"):
+            new, old = getattr(ours, holder), getattr(theirs, holder)
+            if attribute in new:
+                old[attribute] = given.back(old.get(attribute), new[attribute])
+            else:
+                old.pop(attribute, None)
+    given.finish()
 
 
-def filled(old: Any, new: Any, known: dict[int, Any]) -> Any:
-    """Fill the object that a script holds with the content that a call gave its copy.
+class _GivenBack:
+    """The objects that a script holds, filled with the content that a call gave their copies.
 
-    Attributes and values by key keep their identity; the elements of a list are new.
+    Attributes and values by key keep their identity. The elements of a list are new, unless they
+    are in an attribute or under a key too.
 
     Args:
-        old: the object before the call.
-        new: the copy, changed.
-        known: objects filled already, by the id of their copies.
+        cloner: maps modules and tensors of the copy to the user's modules and real tensors.
     """
-    if old is new or type(old) is not type(new) or isinstance(new, (torch.Tensor, torch.nn.Module)):
-        return new
-    if id(new) in known:
-        return known[id(new)]
-    if isinstance(new, list):
-        old[:] = new
-    elif isinstance(new, (set, deque)):
-        content = list(new)
-        old.clear()
-        old.update(content) if isinstance(new, set) else old.extend(content)
-    elif not isinstance(new, dict) and not pytree.is_plain(new):
-        return new
-    known[id(new)] = old
-    if isinstance(new, dict):
-        base = pytree.dict_class(old)
-        content = {key: filled(old.get(key), value, known) for key, value in base.items(new)}
-        base.clear(old)
-        for key, value in content.items():
-            base.__setitem__(old, key, value)
-    held = pytree.attributes_of(old)
-    made = pytree.attributes_of(new)
-    for name in held.keys() - made.keys():
-        object.__delattr__(old, name)
-    for name, value in made.items():
-        object.__setattr__(old, name, filled(held.get(name), value, known))
-    return old
+
+    def __init__(self, cloner: Cloner) -> None:
+        self._cloner = cloner
+        # The objects that were filled, by the id of the copies with their content.
+        self._known: dict[int, Any] = {}
+        self._sequences: list[Any] = []
+
+    def back(self, old: Any, copied: Any) -> Any:
+        """Return the object that was in a place, filled with the content of a copy."""
+        return self._filled(old, self._cloner.clone(copied))
+
+    def finish(self) -> None:
+        """Put the objects that were filled into lists that hold their copies."""
+        for one in self._sequences:
+            if any(id(part) in self._known for part in one):
+                _refill(one, [self._known.get(id(part), part) for part in one])
+
+    def _filled(self, old: Any, new: Any) -> Any:
+        bare = (torch.Tensor, torch.nn.Module)
+        if old is new or type(old) is not type(new) or isinstance(new, bare):
+            return new
+        if id(new) in self._known:
+            return self._known[id(new)]
+        if isinstance(new, (list, set, deque)):
+            _refill(old, list(new))
+            self._sequences.append(old)
+        elif not isinstance(new, (dict, torch.optim.Optimizer)) and not pytree.is_plain(new):
+            return new
+        self._known[id(new)] = old
+        if isinstance(new, dict):
+            base = pytree.dict_class(old)
+            content = {key: self._filled(old.get(key), value) for key, value in base.items(new)}
+            base.clear(old)
+            for key, value in content.items():
+                base.__setitem__(old, key, value)
+        held, made = pytree.attributes_of(old), pytree.attributes_of(new)
+        for name in held.keys() - made.keys():
+            object.__delattr__(old, name)
+        for name, value in made.items():
+            object.__setattr__(old, name, self._filled(held.get(name), value))
+        return old
+
+
+def _refill(value: Any, parts: list[Any]) -> None:
+    if isinstance(value, list):
+        value[:] = parts
+    else:
+        value.clear()
+        value.update(parts) if isinstance(value, set) else value.extend(parts)

@@ -42,6 +42,7 @@ from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.guards.attribute_reads import note_copy
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
+from tpuport.tracing.guards.identity_tables import refuse_identity_tables
 from tpuport.tracing.guards.linked_arguments import Links, linked_cells
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
@@ -243,6 +244,7 @@ class Tracer:
         reads = CodeReads(roots, ("forward", method), self.unread)
         if self.master is not None:
             reads.leave_out(linked_cells(self.master, self.links))
+        refuse_identity_tables(self.master, reads)
         return GlobalState(reads, name)
 
     def plan_for(self, method: str, spec: pytree.TreeSpec) -> SpeculationLog:

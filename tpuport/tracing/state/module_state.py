@@ -54,10 +54,13 @@ class StateTree:
         return list(dict.fromkeys(map(self.attribute_of, paths)))
 
     def names_in(self, attributes: Collection[str]) -> dict[int, str]:
-        """Return a name for each tensor, by id: one below one of some attributes if it has one."""
+        """Return a name for each tensor, by id: that of a parameter or buffer, else one below one
+        of some attributes if it has one.
+        """
         found = {}
         for first, leaf in self.leaves.items():
-            every = (first, *self.aliases.get(first, ()))
+            others = () if first in self.registered else self.aliases.get(first, ())
+            every = (first, *others)
             own = (name for name in every if self.attribute_of(name) in attributes)
             found[id(leaf)] = next(own, first)
         return found
@@ -507,6 +510,8 @@ def python_changes(
     trained = {n: flag for n, flag in after.trained.items() if before.trained.get(n, flag) != flag}
     if not names and same and not trained:
         return None
+    _refuse_ids(names, after, module)
+    names += _sharing(names, after)
     paths = {id(after.leaves[n]): n for n in after.registered if n in before.leaves}
     own: dict[str, torch.Tensor] = {}
     constants: dict[int, torch.Tensor] = {}
@@ -538,6 +543,56 @@ def python_changes(
     known = after.registered - before.registered
     changes.parameters = [n for n in known if isinstance(after.leaves[n], torch.nn.Parameter)]
     return changes
+
+
+def _sharing(names: list[str], after: StateTree) -> list[str]:
+    """Return the other attributes that hold an object or container that changed ones hold too.
+
+    Copies of all of them are made together, so that they hold one again.
+    """
+    values = {n: v for n, v in after.values.items() if type(v) not in pytree.ATOMIC}
+    parts = {n: _inside(v) for n, v in values.items() if n not in after.registered}
+    found: list[str] = []
+    todo = [name for name in names if name in parts]
+    held = set().union(*(parts.pop(name) for name in todo)) if todo else set()
+    while more := [name for name, inside in parts.items() if not held.isdisjoint(inside)]:
+        found += more
+        held = held.union(*(parts.pop(name) for name in more))
+    return found
+
+
+def _inside(value: Any) -> set[int]:
+    """Return the ids of what is inside of a value and may change: objects, lists and the like."""
+    fixed = (torch.nn.Module, torch.Tensor, tuple, frozenset, *pytree.ATOMS)
+    return {id(one) for one in pytree.walk([value], _parts) if not isinstance(one, fixed)}
+
+
+def _parts(value: Any) -> list[Any]:
+    if isinstance(value, (torch.nn.Module, torch.Tensor, *pytree.ATOMS)):
+        return []
+    return [part for part in pytree.children(value).all if type(part) not in pytree.ATOMIC]
+
+
+def _refuse_ids(names: list[str], after: StateTree, module: torch.nn.Module) -> None:
+    """Refuse numbers in changed attributes that are ids of tensors or modules of the trace.
+
+    Those are copies, and other ones at the next call.
+    """
+    own = {id(one) for one in (*after.leaves.values(), *module.modules())}
+    for name in names:
+        if name not in after.values or isinstance(after.values[name], _PLAIN):
+            continue
+        for one in pytree.walk([after.values[name]], _parts):
+            content = () if isinstance(one, torch.Tensor) else pytree.children(one)
+            numbers = content and (*(content.keys or ()), *content.parts)
+            if any(type(number) is int and number in own for number in numbers):
+                raise port_error(
+                    f"the call keeps the id of a tensor or module in {name!r}, and a trace has"
+                    " copies of them",
+                    code="TPU406",
+                    remedy="keep the tensor or module itself there (as the key of a dict, say), or"
+                    " its name; under porting(), leave the class to eager PyTorch: --eager NAME",
+                )
 
 
 def _changed_values(
