@@ -18,6 +18,7 @@ class Attempts(Protocol):
     """The part of `speculation.SpeculationLog` that others use."""
 
     host_state: bool
+    draws_on_host: bool
     chooses: bool
     apart: set[str]
     tried: set[tuple[str, int, int | None]]

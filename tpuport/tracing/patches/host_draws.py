@@ -26,13 +26,13 @@ class HostDraws(Shim):
     REASON = "it draws on the host while the program is traced: every call would see that number"
 
     def replacements(self) -> list[Replacement]:
-        made = [(owner, name, _drawn, number) for owner, name, number in _DRAWS]
-        made += [(owner, name, _set, None) for owner, name in _SETTERS]
-        originals = [getattr(owner, name) for owner, name, *_ in made]
+        made = [(owner, name, functools.partial(_drawn, number)) for owner, name, number in _DRAWS]
+        made += [(owner, name, _set) for owner, name in _SETTERS]
+        originals = [getattr(owner, name) for owner, name, _ in made]
         look_for(originals)
         replaced: list[Replacement] = []
-        for (owner, name, replace, number), original in zip(made, originals, strict=True):
-            function = replace(original, number)
+        for (owner, name, replace), original in zip(made, originals, strict=True):
+            function = replace(original)
             replaced.append(Replacement(owner, name, function))
             replaced += copies(original, function, owner)
         return replaced
@@ -49,7 +49,7 @@ def _draws_on_host() -> bool:
     return explorer is None or trace.options.takes_gradients or explorer.plan.draws_on_host
 
 
-def _drawn(original: Any, number: Callable[..., Any]) -> Callable[..., Any]:
+def _drawn(number: Callable[..., Any], original: Any) -> Callable[..., Any]:
     """Return a function that draws in the program, and as the original outside of one.
 
     A call with arguments that the program has no form for is the original's.
@@ -69,7 +69,7 @@ def _drawn(original: Any, number: Callable[..., Any]) -> Callable[..., Any]:
     return draw
 
 
-def _set(original: Any, _: None) -> Callable[..., Any]:
+def _set(original: Any) -> Callable[..., Any]:
     """Return a function that sets a state of the host, after which Python draws from that."""
 
     @functools.wraps(original)
