@@ -91,6 +91,7 @@ def test_the_json_of_a_run():
                 "reason": "",
             }
         ],
+        "caught": [],
         "step_marks": 0,
     }
     assert report.to_json() == json.dumps(expected, indent=2) + "\n"

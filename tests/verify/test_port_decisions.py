@@ -5,6 +5,7 @@ fault of the same size or less, planted beside it, is none.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -45,6 +46,14 @@ from tpuport.verify.recorder import EnoughSteps, StepRecorder
 
 # Makes a module and the loss of one step of its training.
 Script = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_new_objects() -> Iterator[None]:
+    """Hide the objects of all earlier tests, through which a recorder looks for modules."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Net(nn.Module):

@@ -61,6 +61,12 @@ class CodePlace:
         return f"{self.file}:{self.line}"
 
 
+def raised_by_tpuport(error: BaseException) -> bool:
+    """Return whether the line that raised an error is one of tpuport."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and frames[-1][0].f_code.co_filename.startswith(_TPUPORT + os.sep)
+
+
 def place_of(function: Any) -> str | None:
     """Return where a function is defined, as `file:line`; None for one that is not of Python."""
     code = getattr(function, "__code__", None)

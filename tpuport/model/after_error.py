@@ -10,7 +10,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import TpuportError
-from tpuport.foundation.user_frames import user_places
+from tpuport.foundation.user_frames import raised_by_tpuport, user_places
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.verify import host_arguments, in_eager
@@ -45,7 +45,9 @@ def refused_if_alone(given: Any) -> Iterator[None]:
         yield
     except Exception as error:
         is_retried = arguments.long_integers(given, error) is not None
-        if not is_of_the_code(error, given) or is_retried:
+        # Such as for a write to a leaf, which the tensor that eager PyTorch was given here is not.
+        is_eagers = isinstance(error, RuntimeError) and raised_by_tpuport(error)
+        if not is_of_the_code(error, given) or is_retried or is_eagers:
             raise
         place = next(user_places(error.__traceback__), None)
         raise port_error(

@@ -11,6 +11,7 @@ import functools
 import gc
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -347,8 +348,11 @@ def called_here(spawn: Callable[..., Any]) -> Callable[..., Any]:
 
 def all_modules() -> list[torch.nn.Module]:
     """Return all modules of this process."""
-    # The class alone is asked: some objects warn if their `__class__` is read.
-    return [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    # A process has millions of objects, and only thousands of classes. The class alone is asked:
+    # some objects warn if their `__class__` is read.
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.nn.Module)}
+    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

@@ -83,7 +83,7 @@ def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
         home: the module that defines it, where the caller replaces it.
     """
     known = _COPIES.get(id(original))
-    if known is None or known.original is not original or known.modules != len(sys.modules):
+    if known is None or not known.are_all(original):
         known = look_for([original])[id(original)]
     return [
         Replacement(module, name, replacement)
@@ -98,6 +98,10 @@ class _Copies(NamedTuple):
     original: Any
     modules: int
     places: list[tuple[Any, str]]
+
+    def are_all(self, original: Any) -> bool:
+        """Return whether these are all places of a function now."""
+        return self.original is original and self.modules == len(sys.modules)
 
 
 _COPIES: dict[int, _Copies] = {}
@@ -123,6 +127,14 @@ def look_for(originals: Iterable[Any]) -> dict[int, _Copies]:
             _COPIES.pop(key, None)
     _COPIES.update(wanted)
     return wanted
+
+
+def look_for_new(originals: Iterable[Any]) -> None:
+    """Look for those functions of which the copies are not known since the last import."""
+    known = {key: one for key, one in _COPIES.items() if one.are_all(one.original)}
+    new = [one for one in originals if id(one) not in known]
+    if new:
+        look_for(new)
 
 
 _MISSING = object()

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.foundation.patching.shim import Replacement, Shim, copies, look_for
+from tpuport.foundation.patching.shim import Replacement, Shim, copies, look_for_new
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import STAND_IN
 from tpuport.tracing.core.speculation import RestartTrace
@@ -28,8 +28,10 @@ class HostDraws(Shim):
     def replacements(self) -> list[Replacement]:
         made = [(owner, name, functools.partial(_drawn, number)) for owner, name, number in _DRAWS]
         made += [(owner, name, _set) for owner, name in _SETTERS]
-        originals = [getattr(owner, name) for owner, name, _ in made]
-        look_for(originals)
+        held = [getattr(owner, name) for owner, name, _ in made]
+        # A trace inside of another one finds what that has put in place.
+        originals = [getattr(function, "of_host", function) for function in held]
+        look_for_new(originals)
         replaced: list[Replacement] = []
         for (owner, name, replace), original in zip(made, originals, strict=True):
             function = replace(original)
@@ -66,6 +68,7 @@ def _drawn(number: Callable[..., Any], original: Any) -> Callable[..., Any]:
         count(HostDraws.TARGET)
         return drawn
 
+    draw.of_host = original  # type: ignore[attr-defined]
     return draw
 
 
@@ -80,6 +83,7 @@ def _set(original: Any) -> Callable[..., Any]:
             STAND_IN.get().draws_on_host = True
         return original(*args, **kwargs)
 
+    set_state.of_host = original  # type: ignore[attr-defined]
     return set_state
 
 
