@@ -12,9 +12,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-# The text of a link, and a target that is neither a web address nor a place in the page.
+# The text of a link or picture, and a target that is neither a web address nor a place in the page.
 _LINK = re.compile(
-    r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<place>#[^)]*)?\)"
+    r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<target>(?!\w+:|#)[^)\s#]+)(?P<place>#[^)]*)?\)"
 )
 _CODE = re.compile(r"(`+[^`]*`+)")
 _INDEX = re.compile(r"\] ?\[(\d+)\]")
@@ -63,13 +63,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             wanted = f"more/{others[target]}"
         elif target.startswith("docs/") and files.get_file_from_path(target[5:]) is not None:
             wanted = target[5:]
+        elif match["mark"]:
+            return match[0]  # those of recipes lie beside their pages
         elif (ROOT / target).exists():
             text = match["text"]
             return text if "`" in text else f"{text} (`{target}`)"
         else:
             raise ValueError(f"{here} links to {match['target']}, which is not there")
         link = posixpath.relpath(wanted, posixpath.dirname(page.file.src_uri) or ".")
-        return f"[{match['text']}]({link}{match['place'] or ''})"
+        return f"{match['mark']}[{match['text']}]({link}{match['place'] or ''})"
 
     # Markdown takes a box before a link for a reference to it.
     return _outside_code(markdown, lambda text: _escaped(_LINK.sub(led, text)))
