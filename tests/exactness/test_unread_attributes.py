@@ -175,7 +175,15 @@ class ShowsItsDict(AsksItsDict):
         return super().forward(x) * len(seen)
 
 
-@pytest.mark.parametrize(("kind", "most"), [(AsksItsDict, 1), (ShowsItsDict, 18)])
+class AsksForEither(AsksItsDict):
+    def forward(self, x):
+        known = ("late" if x.dim() > 2 else "trainer") in self.__dict__
+        return super().forward(x) * (2 if known else 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [(AsksItsDict, 1), (ShowsItsDict, 18), (AsksForEither, 18)]
+)
 def test_code_that_asks_its_dict_for_a_name_looks_at_no_other(kind, most):
     traces, _, program = ported(kind)
     assert traces <= most

@@ -167,6 +167,8 @@ def _key_asked_for(code: CodeType, place: int) -> dis.Instruction | None:
     steps = [step for step in dis.get_instructions(code) if step.opname not in _IDLE]
     index = next(i for i, step in enumerate(steps) if step.offset >= place)
     around = [step.opname for step in steps[max(index - 2, 0) : index + 3]]
+    if index and steps[index - 1].is_jump_target:
+        return None  # the key is one of two: `(a if b else c) in self.__dict__`
     if around[1:4] == ["LOAD_FAST", "LOAD_ATTR", "CONTAINS_OP"]:
         key = steps[index - 2]
     elif around[1:3] == ["LOAD_FAST", "LOAD_ATTR"] and around[4:] == ["BINARY_SUBSCR"]:
