@@ -71,7 +71,7 @@ def refuse_passing(trace: Trace, result: pytree.TreeSpec, state: StateTree | Non
     Raises:
         PortError: the result or an attribute holds such a value.
     """
-    refuse_text(trace, result, state)
+    _refuse_text(trace, result, state)
     for name, value in _held(result, state):
         if isinstance(value, MEASURED):
             raise port_error(
@@ -92,17 +92,8 @@ def _held(result: pytree.TreeSpec, state: StateTree | None) -> Iterator[tuple[st
         yield f"the attribute {name!r}", value
 
 
-def refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) -> None:
-    """Refuse text of a traced value that outlives the trace: each call has another.
-
-    Args:
-        trace: the trace.
-        result: the structure of the result.
-        state: the state of the module after the call.
-
-    Raises:
-        PortError: the result or an attribute holds such text, or has it for a name or key.
-    """
+def _refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None) -> None:
+    """Refuse text of a traced value, also as a name or key of the state."""
     if trace.recorder.text is None:
         return
     names = [] if state is None else [*state.values, *state.leaves]
