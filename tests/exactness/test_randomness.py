@@ -345,8 +345,15 @@ def test_a_number_of_the_host_decides_a_branch_with_a_gradient():
 
 @pytest.mark.parametrize(
     "draw",
-    [lambda: random.choice([1.0]), lambda: np.random.rand(1)[0]],
-    ids=["random", "numpy"],
+    [
+        lambda: random.choice([1.0]),
+        lambda: np.random.rand(1)[0],
+        lambda: np.random.normal(np.zeros(2))[1],
+        lambda: np.random.uniform(low=[0.0, 1.0], high=2.0)[1],
+        lambda: np.random.randint(0, high=np.array([3]))[0],
+        lambda: np.random.randint(3, dtype=np.int32),
+        lambda: random.randrange(0, 9, 2),
+    ],
 )
 def test_host_generators_are_refused(draw):
     with pytest.raises(PortError, match=r"drew random numbers from(.|\n)*draw them with torch"):

@@ -1,6 +1,7 @@
 """Random numbers of Python's `random` and of numpy's global state, drawn from the program's key."""
 
 import functools
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from tpuport.foundation.patching.shim import Replacement, Shim, copies, look_for_new
+from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import STAND_IN
 from tpuport.tracing.core.speculation import RestartTrace
@@ -18,8 +20,9 @@ from tpuport.tracing.patches._count import count
 class HostDraws(Shim):
     """`random.random()` and others in a trace give a traced number, drawn as `torch.rand` draws.
 
-    The eager run that a program is compared with draws the same number. What gives more than one
-    number, an item of a list or an order of them has no such form, and is refused afterwards.
+    The eager run that a program is compared with draws the same number, of float32's 24 bits. What
+    gives more than one number, an item of a list or an order of them has no such form, and is
+    refused afterwards.
     """
 
     TARGET = "random.random"
@@ -56,14 +59,22 @@ def _drawn(number: Callable[..., Any], original: Any) -> Callable[..., Any]:
 
     A call with arguments that the program has no form for is the original's.
     """
+    signature = inspect.signature(number)
 
     @functools.wraps(original)
     def draw(*args: Any, **kwargs: Any) -> Any:
         if _draws_on_host():
             return original(*args, **kwargs)
         try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError:
+            return original(*args, **kwargs)
+        # An array as a bound asks for as many numbers.
+        if not all(isinstance(given, _NUMBERS) for given in bound.arguments.values()):
+            return original(*args, **kwargs)
+        try:
             drawn = number(*args, **kwargs)
-        except _NotOneNumber:
+        except _NoRange:
             return original(*args, **kwargs)
         count(HostDraws.TARGET)
         return drawn
@@ -87,80 +98,73 @@ def _set(original: Any) -> Callable[..., Any]:
     return set_state
 
 
-class _NotOneNumber(TypeError):
-    """Signal arguments that ask for something else than one number from fixed bounds."""
+_NUMBERS = (int, float, np.number, *sym_numbers.SYMBOLIC)
+
+
+class _NoRange(Exception):
+    """Signal bounds of integers that are not fixed, or that lie the wrong way round."""
 
 
 def _uniform() -> Any:
     return torch.rand((), dtype=torch.float32).item()
 
 
-def _normal(mean: Any = 0.0, deviation: Any = 1.0) -> Any:
-    return mean + deviation * torch.randn((), dtype=torch.float32).item()
+def _between(a: Any, b: Any) -> Any:
+    return a + (b - a) * _uniform()
 
 
-def _between(low: Any, high: Any) -> Any:
-    return low + (high - low) * _uniform()
-
-
-def _whole(start: Any, stop: Any = None, step: Any = 1) -> Any:
-    low, high = (0, start) if stop is None else (start, stop)
+def _whole(start: Any, stop: Any) -> Any:
     # Of bool and floats Python and numpy have opinions of their own.
-    if step != 1 or any(type(bound) is not int for bound in (low, high)) or low >= high:
-        raise _NotOneNumber
-    return torch.randint(low, high, ()).item()
+    if any(type(bound) is not int for bound in (start, stop)) or start >= stop:
+        raise _NoRange
+    return torch.randint(start, stop, ()).item()
 
 
-def _without_size(made: Callable[..., Any], most: int) -> Callable[..., Any]:
-    """Return a draw for numpy's functions, which take a size after their other arguments."""
+# They have the parameters of the functions that they stand for; where one is left out here (a size,
+# a step, a dtype), a call with it is the original's.
 
-    def draw(*args: Any, size: Any = None, **kwargs: Any) -> Any:
-        if size is not None or len(args) > most or any(isinstance(a, np.ndarray) for a in args):
-            raise _NotOneNumber
-        return made(*args, **kwargs)
 
-    return draw
+def _python_normal(mu: Any = 0.0, sigma: Any = 1.0) -> Any:
+    return mu + sigma * torch.randn((), dtype=torch.float32).item()
+
+
+def _python_whole(a: Any, b: Any) -> Any:
+    return _whole(a, b + 1)
+
+
+def _python_below(start: Any, stop: Any = None) -> Any:
+    return _whole(0, start) if stop is None else _whole(start, stop)
+
+
+def _numpy_standard() -> Any:
+    return _python_normal()
 
 
 def _numpy_normal(loc: Any = 0.0, scale: Any = 1.0) -> Any:
-    return _normal(loc, scale)
+    return _python_normal(loc, scale)
 
 
 def _numpy_between(low: Any = 0.0, high: Any = 1.0) -> Any:
     return _between(low, high)
 
 
-def _numpy_whole(low: Any, high: Any = None) -> Any:
-    return _whole(low, high)
-
-
-def _python_normal(mu: Any = 0.0, sigma: Any = 1.0) -> Any:
-    return _normal(mu, sigma)
-
-
-def _python_whole(a: Any, b: Any) -> Any:
-    if type(b) is not int:
-        raise _NotOneNumber
-    return _whole(a, b + 1)
-
-
-def _python_between(a: Any, b: Any) -> Any:
-    return _between(a, b)
+def _numpy_below(low: Any, high: Any = None) -> Any:
+    return _python_below(low, high)
 
 
 _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
     (random, "random", _uniform),
-    (random, "uniform", _python_between),
+    (random, "uniform", _between),
     (random, "gauss", _python_normal),
     (random, "normalvariate", _python_normal),
     (random, "randint", _python_whole),
-    (random, "randrange", _whole),
-    *((np.random, name, _without_size(_uniform, 0)) for name in ("rand", "random", "ranf")),
-    *((np.random, name, _without_size(_uniform, 0)) for name in ("random_sample", "sample")),
-    *((np.random, name, _without_size(_normal, 0)) for name in ("randn", "standard_normal")),
-    (np.random, "uniform", _without_size(_numpy_between, 2)),
-    (np.random, "normal", _without_size(_numpy_normal, 2)),
-    (np.random, "randint", _without_size(_numpy_whole, 2)),
+    (random, "randrange", _python_below),
+    *((np.random, name, _uniform) for name in ("rand", "random", "ranf", "random_sample")),
+    (np.random, "sample", _uniform),
+    *((np.random, name, _numpy_standard) for name in ("randn", "standard_normal")),
+    (np.random, "uniform", _numpy_between),
+    (np.random, "normal", _numpy_normal),
+    (np.random, "randint", _numpy_below),
 ]
 _SETTERS: list[tuple[Any, str]] = [
     *((random, name) for name in ("seed", "setstate")),
