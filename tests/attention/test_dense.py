@@ -53,7 +53,7 @@ def test_it_equals_torch(name: str):
     assert_equal([output(CASES[name])], torchs(CASES[name])[:1], RTOL)
 
 
-@pytest.mark.parametrize("tiles", [(128, 128, 128), (256, 384, 128)])
+@pytest.mark.parametrize("tiles", [(128, 128, 128), (256, 384, 256)])
 def test_any_number_of_tiles_equals_torch(tiles: Any, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dense, "choose", lambda **sizes: DenseTiles(*tiles))
     case = CASES["padded keys"]
@@ -124,6 +124,66 @@ def test_scores_far_below_zero_keep_their_weights(known: bool):
     one = jax.jit(functools.partial(run, valid if known else jnp.asarray(valid), DENSE))()
     np.testing.assert_allclose(one, run(valid, FULL), atol=1e-3)
     assert np.abs(one).max() > 0.1
+
+
+def steep(name: str, dtype: str = "float32") -> tuple[Any, np.ndarray]:
+    """Queries, keys and values whose scores rise or fall by thousands along the keys; who is seen.
+
+    The keys that give a query its base are every tenth, so most of these rises come between them.
+    """
+    q, k, v = (jnp.asarray(x) for x in Case(keys=320, heads=(2, 2), sizes=(16, 16)).arrays()[:3])
+    steps = {
+        "up": np.linspace(-400, 400, 320),
+        "down": np.linspace(400, -400, 320),
+        "peaks": np.where(np.arange(320) % 10 == 7, 300.0, -300.0),
+        "a peak in the last block": np.where(np.arange(320) == 301, 500.0, 0.0),
+        "a peak that nobody sees": np.where(np.arange(320) == 301, 500.0, -200.0),
+    }[name]
+    valid = np.broadcast_to(np.arange(320) < (299 if "nobody" in name else 320), (2, 320))
+    first = jnp.asarray(steps / 16, jnp.float32)[:, None]
+    q, k = q.at[..., 0].set(4 * 16), k.at[..., :1].set(jnp.broadcast_to(first, k[..., :1].shape))
+    # Of the first head the second half falls where the other rises.
+    q = q.at[:, 0, 64:, 0].mul(-1)
+    return tuple(x.astype(dtype) for x in (q, k, v)), valid
+
+
+STEEP = ("up", "down", "peaks", "a peak in the last block", "a peak that nobody sees")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float32") for name in STEEP), ("up", "bfloat16")]
+)
+def test_scores_that_rise_by_more_than_a_float_holds_equal_torch(name: str, dtype: str):
+    (q, k, v), valid = steep(name, dtype)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return attend(q, k, v, Mask(key_valid=jnp.asarray(valid)), options=DENSE)
+
+    found, vjp = jax.vjp(run, q, k, v)
+    leaves = [torch.from_numpy(np.array(x, np.float64)).requires_grad_() for x in (q, k, v)]
+    mask = torch.from_numpy(valid.copy())[:, None, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(*leaves, attn_mask=mask)
+    expected.backward(torch.ones_like(expected))
+    tolerance = 2e-2 if dtype == "bfloat16" else 1e-3
+    np.testing.assert_allclose(
+        np.asarray(found, np.float64), expected.detach().numpy(), atol=tolerance
+    )
+    gradients = vjp(jnp.ones_like(found))
+    for gradient, leaf in zip(gradients[2:], leaves[2:], strict=True):
+        largest = leaf.grad.abs().max()
+        error = np.abs(np.asarray(gradient, np.float64) - leaf.grad.numpy()).max()
+        assert error < tolerance * largest
+
+
+def test_what_is_no_number_stays_in_its_query():
+    q, k, v = (jnp.asarray(x) for x in Case(heads=(2, 2)).arrays()[:3])
+    run = jax.jit(lambda q: attend(q, k, v, options=DENSE))
+    for bad in (jnp.nan, jnp.inf):
+        found = np.array(run(q.at[0, 0, 3, 0].set(bad)))
+        assert np.isnan(found[0, 0, 3]).any()
+        found[0, 0, 3] = np.asarray(run(q))[0, 0, 3]
+        np.testing.assert_allclose(found, run(q), atol=1e-6)
 
 
 def test_numbers_in_keys_that_nobody_sees_do_not_matter():

@@ -64,7 +64,7 @@ def test_it_is_taken_where_it_is_faster(case: dict[str, Any], is_taken: bool):
 
 
 def test_blocks_waste_few_keys():
-    for length in (30_000, 49_152, 112_856, 113_585):
+    for length in (9_000, 30_000, 49_152, 112_856, 113_585):
         tiles = dense.choose(
             chip="v6e",
             head_dims=(128, 128),
@@ -73,7 +73,7 @@ def test_blocks_waste_few_keys():
             num_keys=length,
         )
         assert tiles is not None
-        assert tiles.kv % tiles.kv_tile == 0
+        assert tiles.kv % 256 == 0
         assert -length % tiles.kv < 0.04 * length
 
 
@@ -92,7 +92,7 @@ def test_its_schedule_is_shorter_than_splashs_best():
     kind = {"chip": "v6e", "head_dim": 128, "dtype": "bfloat16", "mask": "full"}
     splash = min(entry["seconds"] for entry in table() if kind.items() <= entry.items())
     share = 4 * 128 * LENGTH**2 / seconds / CHIPS["v6e"].bf16_flops
-    assert seconds < 0.8 * splash
+    assert seconds < 0.61 * splash
     assert share == pytest.approx(dense.TUNED["v6e", 128, "bfloat16"].share_of_peak, rel=0.03)
 
 

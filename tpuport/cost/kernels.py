@@ -11,6 +11,10 @@ from jax.extend import core
 from tpuport.cost.kernel_masks import active_shares
 from tpuport.cost.walking import PALLAS, open_jaxpr, sub_jaxprs
 
+# A kernel's author puts a branch under `jax.named_scope` of this name if almost no step takes it: a
+# way back to exact results, say. Its products and its loops then count as never run.
+SELDOM = "seldom"
+
 
 @dataclass(frozen=True)
 class KernelCall:
@@ -98,6 +102,8 @@ def body_flops(jaxpr: Any) -> int:
     """Count multiplications and additions of the products in a kernel's body, for one step."""
     total = 0
     for eqn in jaxpr.eqns:
+        if _is_seldom(eqn):
+            continue
         if eqn.primitive.name == "dot_general":
             contracted, batch = eqn.params["dimension_numbers"]
             sizes = dot_sizes(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, contracted, batch)
@@ -119,7 +125,11 @@ def dot_sizes(lhs: Any, rhs: Any, contracted: Any, batch: Any) -> tuple[int, int
     return num_batch, rows, columns, contraction
 
 
-def _trips(jaxpr: Any) -> Iterator[int]:
+def _is_seldom(eqn: Any) -> bool:
+    return SELDOM in str(eqn.source_info.name_stack).split("/")
+
+
+def _trips(jaxpr: Any, *, never: bool = False) -> Iterator[int]:
     """Yield trip counts of the loops in a body that stay loops and multiply, outermost first."""
     for eqn in jaxpr.eqns:
         inner = list(sub_jaxprs(eqn))
@@ -127,9 +137,9 @@ def _trips(jaxpr: Any) -> Iterator[int]:
             unroll = eqn.params["unroll"]
             unroll = eqn.params["length"] if unroll is True else max(int(unroll), 1)
             if eqn.params["length"] > unroll:
-                yield eqn.params["length"] // unroll
+                yield 0 if never else eqn.params["length"] // unroll
         for sub in inner:
-            yield from _trips(sub)
+            yield from _trips(sub, never=never or _is_seldom(eqn))
 
 
 def _bytes(aval: Any) -> int:

@@ -1,23 +1,24 @@
 """Attention where every query sees the same keys: a kernel of our own, faster than splash on v6e.
 
 Scores are kept transposed, keys by queries. What a row of scores needs is then one number a lane,
-the maximum over keys is elementwise, and the second product, values by weights, has the weights
-held in the matrix unit: its 256 by 256 are full whatever the size of a head, where in the usual
-order a head of 128 fills half. The sum of the weights is a product too, by rows of ones below the
-values.
+and the second product, values by weights, has the weights held in the matrix unit: its 256 by 256
+are full whatever the size of a head, where in the usual order a head of 128 fills half.
 
-The first product leaves half of the unit empty, so it has the scaled queries twice: rounded, and
-what rounding took from them. That makes results more exact than splash's, which rounds them. Their
-scale has log2(e) in it: exponentials are powers of two.
+The first product leaves half of the unit empty. There the scaled queries stand a second time, as
+what rounding took from them, which makes results more exact than splash's. Four rows of it are for
+other things, which then cost nothing: a key that nobody sees has its score lowered to nothing, and
+every score has the base of its query subtracted. Scales have log2(e) in them: exponentials are
+powers of two.
 
-No score is masked. A key that nobody sees has another key's place, so that it changes no maximum,
-and zeros for its values and its one. Blocks of such keys alone are skipped.
-
-While the matrix unit makes the scores of one tile, those of the tile before become weights, and
-the weights before them meet their values: libtpu overlaps what is not dependent.
+The base takes the place of the running maximum, so that no score waits for others to become a
+weight, and none is stored. It is the highest score of a few keys, which the program computes
+before. Weights may be larger than one then. Bases that are too low by more than a float32 holds are
+seen in the sums of a block, which is then computed again, tile by tile, with higher bases
+(`_compute_again`).
 """
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -35,10 +36,15 @@ from tpuport.kernels.attention.tiles import DenseTiles
 backward = splash.backward
 
 NAME = "dense_attention_forward"
-# A maximum that no score is below, finite: -inf - -inf is NaN.
-_LOWEST = -1e30
-# Rows of ones below the values: one tile of bf16.
-_ONES = 16
+# Added to the score of a key that nobody sees: its weight is zero.
+_HIDDEN = -1e30
+# Numbers of rounded queries that are left out of the first product, for the rows in `_put_base`.
+_ROWS = 4
+# Keys whose scores give a query its base.
+_SAMPLE = 32
+# Sums of a block above this make it again. Weights are below it, so that values up to 2**63 times
+# a weight are still numbers.
+_MOST = 2.0**64
 
 
 @dataclass(frozen=True)
@@ -47,39 +53,46 @@ class Tuned:
 
     Args:
         q: queries a step.
-        kv_tile: keys a tile.
-        tiles: fewest and most tiles of keys a step.
+        kv_tile: keys of one product.
+        kv: fewest and most keys a step.
         share_of_peak: share of the chip's peak by libtpu's schedule, for full blocks.
     """
 
     q: int
     kv_tile: int
-    tiles: tuple[int, int]
+    kv: tuple[int, int]
     share_of_peak: float
 
 
 # By chip, size of a head and dtype; only where it is faster than the best splash kernel.
-TUNED = {("v6e", 128, "bfloat16"): Tuned(768, 256, (13, 24), 0.508)}
-# Cost of filling and emptying the pipeline once a step, in tiles.
-_STEP_TILES = 3
-# With fewer queries or keys than this many steps, most of a step is empty.
-_LEAST_STEPS = 4
+TUNED = {("v6e", 128, "bfloat16"): Tuned(2048, 512, (2048, 6144), 0.637)}
+# Keys a step are a multiple of this: the last product of a step may have half a tile.
+_UNIT = 256
+# Cost of filling and emptying the pipeline once a step, in keys.
+_STEP_KEYS = 256
+# With fewer queries or keys than this many blocks of queries, too much of a block is padding.
+_LEAST_BLOCKS = 2
+# More than the default: blocks of keys and values, each twice, and the weights of two tiles.
+_VMEM_BYTES = 32 << 20
 
 
 class Keys(NamedTuple):
     """Keys and values in the kernel's layout, and the blocks of them to visit.
 
     Args:
-        k: (B, H, padded Sk, D); each row holds a key that is seen, if the example has one.
-        v: (B, H, Dv + ones, padded Sk): transposed, with zeros where a key is not seen.
+        k: (B, H, padded Sk, 2 D): each key, again without its last `_ROWS` numbers, 0 or `_HIDDEN`,
+            and ones for the parts of the base.
+        v: (B, H, Dv, padded Sk): transposed, with zeros where a key is not seen.
         visits: (B,), the number of blocks to visit.
         blocks: (B, number of blocks), block indices with those to visit first.
+        sample: (B, H, `_SAMPLE`, D), some of the keys that are seen.
     """
 
     k: jax.Array
     v: jax.Array
     visits: jax.Array
     blocks: jax.Array
+    sample: jax.Array
 
 
 def choose(
@@ -97,23 +110,22 @@ def choose(
     tuned = TUNED.get((chip, head_dims[0], dtype))
     if tuned is None or head_dims[0] != head_dims[1]:
         return None
-    most = tuned.tiles[1] * tuned.kv_tile
-    if num_queries < _LEAST_STEPS * tuned.q or num_keys < _LEAST_STEPS * most:
+    if min(num_queries, num_keys) < _LEAST_BLOCKS * tuned.q:
         return None
-
-    def cost(count: int) -> int:
-        return -(-num_keys // (count * tuned.kv_tile)) * (count + _STEP_TILES)
-
-    count = min(range(tuned.tiles[1], tuned.tiles[0] - 1, -1), key=cost)
-    return DenseTiles(tuned.q, count * tuned.kv_tile, tuned.kv_tile)
+    sizes = range(tuned.kv[1], tuned.kv[0] - 1, -_UNIT)
+    kv = min(sizes, key=lambda size: -(-num_keys // size) * (size + _STEP_KEYS))
+    return DenseTiles(tuned.q, kv, tuned.kv_tile)
 
 
 def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Compute what `splash.forward` does, for a problem without a band, segments or a soft cap."""
+    """Compute what `splash.forward` does, for a problem without a band, segments or a soft cap.
+
+    Heads have more than `_ROWS` numbers.
+    """
     problem, tiles, num_q = local.problem, tiles_of(local), q.shape[2]
     padded = jnp.pad(q, [(0, 0), (0, 0), (0, -num_q % tiles.q), (0, 0)])
     keys = prepare_keys(local, k, v)
-    out, lse = _call(problem, tiles, padded, keys, v.shape[3])
+    out, lse = _call(problem, tiles, padded, keys)
     return out[:, :, :num_q], lse[:, :, 0, :num_q]
 
 
@@ -124,7 +136,7 @@ def tiles_of(local: Local) -> DenseTiles:
 
 
 def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
-    """Pad keys (B, H, Sk, D) and values (B, H, Sk, Dv) to full blocks; neutralize unseen keys."""
+    """Pad keys (B, H, Sk, D) and values (B, H, Sk, Dv) to full blocks; hide unseen keys."""
     size, batch, num_keys = tiles_of(local).kv, k.shape[0], splash.local_keys(local, k.shape[2])
     valid: Any = local.parts.key_valid
     if valid is None and not isinstance(num_keys, jax.Array):
@@ -136,23 +148,50 @@ def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
     if valid is not None:
         seen = seen & jnp.pad(valid, [(0, 0), (0, more)])
     seen = jnp.broadcast_to(seen, (batch, seen.shape[-1]))
-    one = jnp.take_along_axis(k, jnp.argmax(seen, 1)[:, None, None, None], axis=2)
-    k = jnp.pad(k, [(0, 0), (0, 0), (0, more), (0, 0)])
-    k = jnp.where(seen[:, None, :, None], k, one)
-    value_dim = v.shape[3]
-    v = jnp.pad(v.swapaxes(2, 3), [(0, 0), (0, 0), (0, _ONES), (0, more)])
-    v = jnp.where(jnp.arange(v.shape[2])[:, None] < value_dim, v, 1)
-    v = jnp.where(seen[:, None, None, :], v, 0).astype(k.dtype)
+    k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (k, v))
+    k, v = (jnp.where(seen[:, None, :, None], x, 0) for x in (k, v))
+    sample = _sample(k, seen, None if valid is not None else num_keys)
+    hidden = jnp.where(seen, 0, _HIDDEN).astype(k.dtype)[:, None, :, None]
+    hidden = jnp.broadcast_to(hidden, (*k.shape[:3], 1))
+    ones = jnp.ones((*k.shape[:3], _ROWS - 1), k.dtype)
+    k = jnp.concatenate([k, k[..., :-_ROWS], hidden, ones], 3)
     some = seen.reshape(batch, -1, size).any(2)
     blocks = jnp.argsort(~some, axis=1, stable=True).astype(jnp.int32)
-    return Keys(k, v, some.sum(1, dtype=jnp.int32), blocks)
+    values = v.swapaxes(2, 3).astype(k.dtype)
+    return Keys(k, values, some.sum(1, dtype=jnp.int32), blocks, sample)
 
 
-def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
+def _sample(k: jax.Array, seen: jax.Array, num_keys: Any) -> jax.Array:
+    """Return `_SAMPLE` keys that are seen, evenly among them, from (B, H, Sk, D).
+
+    Args:
+        k: keys, zero where they are not seen.
+        seen: (B, Sk).
+        num_keys: how many are seen, if those are the first ones; else None.
+    """
+    steps = jnp.arange(_SAMPLE)
+    if num_keys is not None:
+        return jnp.take(k, steps * num_keys // _SAMPLE, axis=2)
+    counts = jnp.cumsum(seen, axis=1)
+    wanted = steps * counts[:, -1:] // _SAMPLE + 1
+    # Where none is seen, the index is past the end, and the key is any.
+    places = jax.vmap(jnp.searchsorted)(counts, wanted)
+    return jnp.take_along_axis(k, places[:, None, :, None], axis=2, mode="clip")
+
+
+def _first_bases(q: jax.Array, sample: jax.Array, factor: float) -> jax.Array:
+    """Return the highest score (B, Hq, 1, Sq) of each query and the keys of the sample."""
+    batch, heads, num_q, head_dim = q.shape
+    grouped = q.reshape(batch, sample.shape[1], -1, num_q, head_dim)
+    scores = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, sample, preferred_element_type=jnp.float32)
+    return (scores * factor).max(4).reshape(batch, heads, 1, num_q)
+
+
+def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys) -> Any:
     """Build the kernel's grid, and the block specs of what each step reads and writes."""
     batch, heads, num_q, head_dim = q.shape
     share = heads // keys.k.shape[1]
-    rows, num_k = keys.v.shape[2:]
+    value_dim, num_k = keys.v.shape[2:]
     num_blocks = num_k // tiles.kv
 
     def place(b: Any, j: Any, count: Any, blocks: Any) -> Any:
@@ -164,12 +203,13 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
         grid=(batch, heads, num_q // tiles.q, num_blocks),
         in_specs=[
             pl.BlockSpec((None, None, tiles.q, head_dim), lambda b, h, i, j, *_: (b, h, i, 0)),
+            pl.BlockSpec((None, None, 1, tiles.q), lambda b, h, i, j, *_: (b, h, 0, i)),
             pl.BlockSpec(
-                (None, None, tiles.kv, head_dim),
+                (None, None, tiles.kv, 2 * head_dim),
                 lambda b, h, i, j, *order: (b, lax.div(h, share), place(b, j, *order), 0),
             ),
             pl.BlockSpec(
-                (None, None, rows, tiles.kv),
+                (None, None, value_dim, tiles.kv),
                 lambda b, h, i, j, *order: (b, lax.div(h, share), 0, place(b, j, *order)),
             ),
         ],
@@ -179,34 +219,32 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int) -> Any:
         ],
         scratch_shapes=[
             pltpu.VMEM((2 * head_dim, tiles.q), q.dtype),
+            pltpu.VMEM((value_dim, tiles.q), jnp.float32),
+            pltpu.VMEM((value_dim, tiles.q), jnp.float32),
             pltpu.VMEM((8, tiles.q), jnp.float32),
-            pltpu.VMEM((rows, tiles.q), jnp.float32),
-            pltpu.VMEM((2, tiles.kv_tile, tiles.q), jnp.float32),
-            pltpu.VMEM((2, tiles.kv_tile, tiles.q), keys.v.dtype),
         ],
     )
 
 
 def _call(
-    problem: AttentionProblem, tiles: DenseTiles, q: jax.Array, keys: Keys, value_dim: int
+    problem: AttentionProblem, tiles: DenseTiles, q: jax.Array, keys: Keys
 ) -> tuple[jax.Array, jax.Array]:
     """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), in full blocks."""
     batch, heads, num_q, head_dim = q.shape
-    scores = batch * heads * num_q * keys.k.shape[2]
+    value_dim, num_k = keys.v.shape[2:]
+    scores = batch * heads * num_q * num_k
+    factor = problem.scale * math.log2(math.e)
+    bases = _first_bases(q, keys.sample, factor)
     return pl.pallas_call(
-        functools.partial(
-            _kernel,
-            tile=tiles.kv_tile,
-            value_dim=value_dim,
-            scale=problem.scale * math.log2(math.e),
-        ),
-        grid_spec=_grid(tiles, q, keys, value_dim),
+        functools.partial(_kernel, tile=tiles.kv_tile, factor=factor),
+        grid_spec=_grid(tiles, q, keys),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, num_q, value_dim), q.dtype),
             jax.ShapeDtypeStruct((batch, heads, 1, num_q), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=_VMEM_BYTES,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * scores * (head_dim + value_dim),
@@ -215,90 +253,154 @@ def _call(
         ),
         interpret=problem.interpret,
         name=NAME,
-    )(keys.visits, keys.blocks.reshape(-1), q, keys.k, keys.v)
+    )(keys.visits, keys.blocks.reshape(-1), q, bases, keys.k, keys.v)
 
 
 def _kernel(
     count_ref: Any,
     blocks_ref: Any,
     q_ref: Any,
+    first_base_ref: Any,
     k_ref: Any,
     v_ref: Any,
     out_ref: Any,
     lse_ref: Any,
     query_ref: Any,
-    max_ref: Any,
     sum_ref: Any,
-    score_ref: Any,
-    weight_ref: Any,
+    found_ref: Any,
+    total_ref: Any,
     *,
     tile: int,
-    value_dim: int,
-    scale: float,
+    factor: float,
 ) -> None:
-    """Process one block of keys for one block of queries; `sum_ref` is (Dv + ones, queries)."""
+    """Process one block of keys for one block of queries.
+
+    Args:
+        count_ref: blocks of keys to visit, for each example.
+        blocks_ref: their indices, which the block specs have read.
+        q_ref: (queries, D).
+        first_base_ref: (1, queries).
+        k_ref: (keys, 2 D), as in `Keys`.
+        v_ref: (Dv, keys).
+        out_ref: (queries, Dv).
+        lse_ref: (1, queries).
+        query_ref: (2 D, queries), as `_put_base` leaves it.
+        sum_ref: (Dv, queries), the sums of values by weights.
+        found_ref: the same for one block.
+        total_ref: (8, queries), whose rows add up to the sums of weights.
+        tile: keys of one product.
+        factor: factor of the scores.
+    """
     del blocks_ref
     step, count = pl.program_id(3), count_ref[pl.program_id(0)]
 
     @pl.when(step == 0)
     def _start() -> None:
-        exact = q_ref[...].astype(jnp.float32).T * scale
+        exact = q_ref[...].astype(jnp.float32).T * factor
         rounded = exact.astype(query_ref.dtype)
-        rest = (exact - rounded.astype(jnp.float32)).astype(query_ref.dtype)
-        query_ref[...] = jnp.concatenate([rounded, rest], 0)
-        max_ref[...] = jnp.full_like(max_ref, _LOWEST)
+        query_ref[: exact.shape[0]] = rounded
+        _put_base(query_ref, exact - rounded.astype(jnp.float32), first_base_ref[...])
         sum_ref[...] = jnp.zeros_like(sum_ref)
+        total_ref[...] = jnp.zeros_like(total_ref)
 
     @pl.when(step < count)
     def _add_block() -> None:
-        add_block(query_ref, k_ref, v_ref, max_ref, sum_ref, score_ref, weight_ref, tile)
+        total = _sum_block(query_ref, k_ref, v_ref, found_ref, tile)
+        holds = jnp.sum(total) < _MOST
+
+        @pl.when(holds)
+        def _keep() -> None:
+            sum_ref[...] += found_ref[...]
+            total_ref[...] += total
+
+        # The name is for `tpuport.cost`, which then counts on this branch not being taken.
+        with jax.named_scope("seldom"):
+
+            @pl.when(jnp.logical_not(holds))
+            def _again() -> None:
+                _compute_again(query_ref, k_ref, v_ref, sum_ref, total_ref, tile)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _end() -> None:
-        weight = sum_ref[value_dim : value_dim + 1, :]
+        weight = jnp.sum(total_ref[...], 0, keepdims=True)
         empty = weight == 0
-        out = sum_ref[:value_dim, :] / jnp.where(empty, 1, weight)
-        out_ref[...] = out.T.astype(out_ref.dtype)
-        lse = (max_ref[:1] + jnp.log2(jnp.where(empty, 1, weight))) * math.log(2)
+        weight = jnp.where(empty, 1, weight)
+        out_ref[...] = (sum_ref[...] / weight).T.astype(out_ref.dtype)
+        lse = (_base(query_ref) + jnp.log2(weight)) * math.log(2)
         lse_ref[...] = jnp.where(empty, -jnp.inf, lse)
 
 
-def add_block(
-    query_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    max_ref: Any,
-    sum_ref: Any,
-    score_ref: Any,
-    weight_ref: Any,
-    tile: int,
-) -> None:
-    """Add a block of keys to the sums, tile by tile in a pipeline.
+def _put_base(query_ref: Any, rest: Any, base: Any) -> None:
+    """Write the second half of the queries: what rounding left, a one, and minus their base.
 
-    While one tile's scores are computed, the tile before becomes weights, and the weights of the
-    tile before that are multiplied with their values.
+    Args:
+        query_ref: (2 D, queries).
+        rest: (D, queries) in float32; its last `_ROWS` rows are not kept.
+        base: (1, queries) in float32, written as three numbers of the queries' dtype.
     """
-    num_tiles = k_ref.shape[0] // tile
-    # For each tile: the running maximum (8, queries), and the factor for sums made before it.
-    maxima: list[Any] = [max_ref[...]]
-    scales: list[Any] = []
-    for now in range(num_tiles + 2):
-        if now >= 2:
-            place = slice((now - 2) * tile, (now - 1) * tile)
-            weights = weight_ref[now % 2]
-            found = jnp.dot(v_ref[:, place], weights, preferred_element_type=jnp.float32)
-            sum_ref[...] = scales[now - 2][:1] * sum_ref[...] + found
-        highest = None
-        if now < num_tiles:
-            k = k_ref[now * tile : (now + 1) * tile, :]
-            twice = jnp.concatenate([k, k], 1)
-            scores = jnp.dot(twice, query_ref[...], preferred_element_type=jnp.float32)
-            score_ref[now % 2] = scores
-            highest = jnp.max(scores.reshape(tile // 8, 8, -1), axis=0)
-        if 1 <= now <= num_tiles:
-            weights = jnp.exp2(score_ref[(now - 1) % 2] - maxima[now][:1])
-            weight_ref[(now - 1) % 2] = weights.astype(weight_ref.dtype)
-        if highest is not None:
-            maxima.append(jnp.maximum(maxima[-1], jnp.max(highest, axis=0, keepdims=True)))
-            scales.append(jnp.exp2(maxima[-2] - maxima[-1]))
-    max_ref[...] = maxima[-1]
+    head_dim = rest.shape[0]
+    row = lax.broadcasted_iota(jnp.int32, rest.shape, 0) - (head_dim - _ROWS)
+    rest = jnp.where(row == 0, 1.0, rest)
+    for place in range(1, _ROWS):
+        part = base.astype(query_ref.dtype).astype(jnp.float32)
+        rest = jnp.where(row == place, -part, rest)
+        base = base - part
+    query_ref[head_dim:] = rest.astype(query_ref.dtype)
+
+
+def _base(query_ref: Any) -> Any:
+    """Return the base (1, queries) that the first product subtracts, as it is written there."""
+    parts = query_ref[-(_ROWS - 1) :].astype(jnp.float32)
+    return -jnp.sum(parts, 0, keepdims=True)
+
+
+def _sum_block(query_ref: Any, k_ref: Any, v_ref: Any, found_ref: Any, tile: int) -> Any:
+    """Write a block's sums of values by weights; return those of weights, in (8, queries).
+
+    While the weights of a tile meet their values, the next ones are computed: libtpu overlaps what
+    is not dependent.
+    """
+    edges = [*range(0, k_ref.shape[0], tile), k_ref.shape[0]]
+    places = [slice(*pair) for pair in itertools.pairwise(edges)]
+    total = jnp.zeros((8, query_ref.shape[1]), jnp.float32)
+    weights: list[Any] = []
+    for now in range(len(places) + 1):
+        if now < len(places):
+            found = jnp.exp2(_product(k_ref[places[now], :], query_ref[...]))
+            total += _sum_rows(found)
+            weights.append(found.astype(v_ref.dtype))
+        if now:
+            found = _product(v_ref[:, places[now - 1]], weights[now - 1])
+            found_ref[...] = found if now == 1 else found_ref[...] + found
+    return total
+
+
+def _compute_again(
+    query_ref: Any, k_ref: Any, v_ref: Any, sum_ref: Any, total_ref: Any, tile: int
+) -> None:
+    """Add a block to the sums, and raise bases to the highest scores before making weights."""
+    num_keys, head_dim = k_ref.shape[0], query_ref.shape[0] // 2
+    tile = math.gcd(num_keys, tile)
+
+    def add(number: Any, _: None) -> None:
+        place = pl.ds(pl.multiple_of(number * tile, tile), tile)
+        scores, base = _product(k_ref[place, :], query_ref[...]), _base(query_ref)
+        highest = base + jnp.maximum(jnp.max(scores, 0, keepdims=True), 0)
+        _put_base(query_ref, query_ref[head_dim:].astype(jnp.float32), highest)
+        # As written: by this much the next scores are lower.
+        rise = _base(query_ref) - base
+        weights, shrink = jnp.exp2(scores - rise), jnp.exp2(-rise)
+        total_ref[...] = total_ref[...] * shrink + _sum_rows(weights)
+        found = _product(v_ref[:, place], weights.astype(v_ref.dtype))
+        sum_ref[...] = sum_ref[...] * shrink + found
+
+    lax.fori_loop(0, num_keys // tile, add, None)
+
+
+def _product(left: Any, right: Any) -> Any:
+    return jnp.dot(left, right, preferred_element_type=jnp.float32)
+
+
+def _sum_rows(weights: Any) -> Any:
+    """Return eight rows that add up to all rows."""
+    return jnp.sum(weights.reshape(-1, 8, weights.shape[1]), 0)

@@ -29,7 +29,7 @@ class DenseTiles:
     Args:
         q: queries a step.
         kv: keys a step.
-        kv_tile: keys of one product; divides `kv`.
+        kv_tile: keys of one product; the last one of a step may have fewer.
     """
 
     q: int
