@@ -80,16 +80,17 @@ class Keys(NamedTuple):
     """Keys and values in the kernel's layout, and the blocks of them to visit.
 
     Args:
-        k: (B, H, padded Sk, 2 D): each key, again without its last `_ROWS` numbers, 0 or `_HIDDEN`,
-            and ones for the parts of the base.
-        v: (B, H, Dv, padded Sk): transposed, with zeros where a key is not seen.
+        k: (B, H, Sk, D).
+        v: (B, H, Dv, Sk), transposed.
+        hidden: (B, 1, keys in full blocks): 0, or `_HIDDEN` where a key is not seen or is none.
         visits: (B,), the number of blocks to visit.
         blocks: (B, number of blocks), block indices with those to visit first.
-        sample: (B, H, `_SAMPLE`, D), some of the keys that are seen.
+        sample: (B, H, `_SAMPLE`, D), some of the keys that are seen; zeros if none is.
     """
 
     k: jax.Array
     v: jax.Array
+    hidden: jax.Array
     visits: jax.Array
     blocks: jax.Array
     sample: jax.Array
@@ -122,11 +123,8 @@ def forward(local: Local, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax
 
     Heads have more than `_ROWS` numbers.
     """
-    problem, tiles, num_q = local.problem, tiles_of(local), q.shape[2]
-    padded = jnp.pad(q, [(0, 0), (0, 0), (0, -num_q % tiles.q), (0, 0)])
-    keys = prepare_keys(local, k, v)
-    out, lse = _call(problem, tiles, padded, keys)
-    return out[:, :, :num_q], lse[:, :, 0, :num_q]
+    out, lse = _call(local.problem, tiles_of(local), q, prepare_keys(local, k, v))
+    return out, lse[:, :, 0]
 
 
 def tiles_of(local: Local) -> DenseTiles:
@@ -136,63 +134,62 @@ def tiles_of(local: Local) -> DenseTiles:
 
 
 def prepare_keys(local: Local, k: jax.Array, v: jax.Array) -> Keys:
-    """Pad keys (B, H, Sk, D) and values (B, H, Sk, Dv) to full blocks; hide unseen keys."""
+    """Return keys (B, H, Sk, D) and values (B, H, Sk, Dv) as the kernel takes them.
+
+    They are not padded here, nor are unseen ones replaced: each would copy them, and in the kernel
+    it costs nothing.
+    """
     size, batch, num_keys = tiles_of(local).kv, k.shape[0], splash.local_keys(local, k.shape[2])
     valid: Any = local.parts.key_valid
-    if valid is None and not isinstance(num_keys, jax.Array):
-        # The kernel needs at least one key: of none, one is kept that no query sees.
-        k, v = (x[:, :, : max(num_keys, 1)] for x in (k, v))
-    more = -k.shape[2] % size
-    # Each array is padded first, so that libtpu fuses the rest into one pass.
-    seen = jnp.arange(k.shape[2] + more) < num_keys
+    is_known = valid is None and not isinstance(num_keys, jax.Array)
+    # Blocks in which nobody sees a key are not even steps if that is known.
+    num_blocks = max(-(-(num_keys if is_known else k.shape[2]) // size), 1)
+    place = jnp.arange(num_blocks * size)
+    seen = place < jnp.minimum(num_keys, k.shape[2])
     if valid is not None:
-        seen = seen & jnp.pad(valid, [(0, 0), (0, more)])
+        seen = seen & jnp.pad(valid, [(0, 0), (0, seen.size - valid.shape[1])])
     seen = jnp.broadcast_to(seen, (batch, seen.shape[-1]))
-    k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)]) for x in (k, v))
-    k, v = (jnp.where(seen[:, None, :, None], x, 0) for x in (k, v))
-    sample = _sample(k, seen, None if valid is not None else num_keys)
-    hidden = jnp.where(seen, 0, _HIDDEN).astype(k.dtype)[:, None, :, None]
-    hidden = jnp.broadcast_to(hidden, (*k.shape[:3], 1))
-    ones = jnp.ones((*k.shape[:3], _ROWS - 1), k.dtype)
-    k = jnp.concatenate([k, k[..., :-_ROWS], hidden, ones], 3)
+    hidden = jnp.where(seen, 0, _HIDDEN).astype(jnp.float32)[:, None]
     some = seen.reshape(batch, -1, size).any(2)
     blocks = jnp.argsort(~some, axis=1, stable=True).astype(jnp.int32)
     values = v.swapaxes(2, 3).astype(k.dtype)
-    return Keys(k, values, some.sum(1, dtype=jnp.int32), blocks, sample)
+    sample = _sample(k, seen, None if valid is not None else num_keys)
+    return Keys(k, values, hidden, some.sum(1, dtype=jnp.int32), blocks, sample)
 
 
 def _sample(k: jax.Array, seen: jax.Array, num_keys: Any) -> jax.Array:
     """Return `_SAMPLE` keys that are seen, evenly among them, from (B, H, Sk, D).
 
     Args:
-        k: keys, zero where they are not seen.
-        seen: (B, Sk).
+        k: keys.
+        seen: (B, keys in full blocks).
         num_keys: how many are seen, if those are the first ones; else None.
     """
     steps = jnp.arange(_SAMPLE)
     if num_keys is not None:
-        return jnp.take(k, steps * num_keys // _SAMPLE, axis=2)
+        found = jnp.take(k, steps * num_keys // _SAMPLE, axis=2)
+        return jnp.where(num_keys > 0, found, 0)
     counts = jnp.cumsum(seen, axis=1)
-    wanted = steps * counts[:, -1:] // _SAMPLE + 1
-    # Where none is seen, the index is past the end, and the key is any.
-    places = jax.vmap(jnp.searchsorted)(counts, wanted)
-    return jnp.take_along_axis(k, places[:, None, :, None], axis=2, mode="clip")
+    total = counts[:, -1:]
+    places = jax.vmap(jnp.searchsorted)(counts, steps * total // _SAMPLE + 1)
+    found = jnp.take_along_axis(k, places[:, None, :, None], axis=2, mode="clip")
+    return jnp.where(total[:, :, None, None] > 0, found, 0)
 
 
 def _first_bases(q: jax.Array, sample: jax.Array, factor: float) -> jax.Array:
     """Return the highest score (B, Hq, 1, Sq) of each query and the keys of the sample."""
     batch, heads, num_q, head_dim = q.shape
     grouped = q.reshape(batch, sample.shape[1], -1, num_q, head_dim)
-    scores = jnp.einsum("bhgqd,bhkd->bhgqk", grouped, sample, preferred_element_type=jnp.float32)
-    return (scores * factor).max(4).reshape(batch, heads, 1, num_q)
+    # Keys by queries: a TPU would pad the few keys to 128 if they came last.
+    scores = jnp.einsum("bhkd,bhgqd->bhgkq", sample, grouped, preferred_element_type=jnp.float32)
+    return (scores * factor).max(3).reshape(batch, heads, 1, num_q)
 
 
 def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys) -> Any:
     """Build the kernel's grid, and the block specs of what each step reads and writes."""
     batch, heads, num_q, head_dim = q.shape
-    share = heads // keys.k.shape[1]
-    value_dim, num_k = keys.v.shape[2:]
-    num_blocks = num_k // tiles.kv
+    share, value_dim = heads // keys.k.shape[1], keys.v.shape[2]
+    num_blocks = keys.blocks.shape[1]
 
     def place(b: Any, j: Any, count: Any, blocks: Any) -> Any:
         # Past the last block the index repeats, so that nothing more is fetched.
@@ -200,13 +197,16 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys) -> Any:
 
     return pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=2,
-        grid=(batch, heads, num_q // tiles.q, num_blocks),
+        grid=(batch, heads, -(-num_q // tiles.q), num_blocks),
         in_specs=[
             pl.BlockSpec((None, None, tiles.q, head_dim), lambda b, h, i, j, *_: (b, h, i, 0)),
             pl.BlockSpec((None, None, 1, tiles.q), lambda b, h, i, j, *_: (b, h, 0, i)),
             pl.BlockSpec(
-                (None, None, tiles.kv, 2 * head_dim),
+                (None, None, tiles.kv, head_dim),
                 lambda b, h, i, j, *order: (b, lax.div(h, share), place(b, j, *order), 0),
+            ),
+            pl.BlockSpec(
+                (None, 1, tiles.kv), lambda b, h, i, j, *order: (b, 0, place(b, j, *order))
             ),
             pl.BlockSpec(
                 (None, None, value_dim, tiles.kv),
@@ -229,14 +229,14 @@ def _grid(tiles: DenseTiles, q: jax.Array, keys: Keys) -> Any:
 def _call(
     problem: AttentionProblem, tiles: DenseTiles, q: jax.Array, keys: Keys
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq), in full blocks."""
+    """Run the kernel: output (B, Hq, Sq, Dv) and logsumexp (B, Hq, 1, Sq)."""
     batch, heads, num_q, head_dim = q.shape
-    value_dim, num_k = keys.v.shape[2:]
-    scores = batch * heads * num_q * num_k
+    value_dim, num_blocks = keys.v.shape[2], -(-num_q // tiles.q)
+    scores = batch * heads * num_blocks * tiles.q * keys.hidden.shape[2]
     factor = problem.scale * math.log2(math.e)
     bases = _first_bases(q, keys.sample, factor)
     return pl.pallas_call(
-        functools.partial(_kernel, tile=tiles.kv_tile, factor=factor),
+        functools.partial(_kernel, num_q=num_q, tile=tiles.kv_tile, factor=factor),
         grid_spec=_grid(tiles, q, keys),
         out_shape=[
             jax.ShapeDtypeStruct((batch, heads, num_q, value_dim), q.dtype),
@@ -249,11 +249,11 @@ def _call(
         cost_estimate=pl.CostEstimate(
             flops=2 * scores * (head_dim + value_dim),
             transcendentals=scores,
-            bytes_accessed=q.nbytes + (keys.k.nbytes + keys.v.nbytes) * (num_q // tiles.q),
+            bytes_accessed=q.nbytes + (keys.k.nbytes + keys.v.nbytes) * num_blocks,
         ),
         interpret=problem.interpret,
         name=NAME,
-    )(keys.visits, keys.blocks.reshape(-1), q, bases, keys.k, keys.v)
+    )(keys.visits, keys.blocks.reshape(-1), q, bases, keys.k, keys.hidden, keys.v)
 
 
 def _kernel(
@@ -262,6 +262,7 @@ def _kernel(
     q_ref: Any,
     first_base_ref: Any,
     k_ref: Any,
+    hidden_ref: Any,
     v_ref: Any,
     out_ref: Any,
     lse_ref: Any,
@@ -270,6 +271,7 @@ def _kernel(
     found_ref: Any,
     total_ref: Any,
     *,
+    num_q: int,
     tile: int,
     factor: float,
 ) -> None:
@@ -280,32 +282,39 @@ def _kernel(
         blocks_ref: their indices, which the block specs have read.
         q_ref: (queries, D).
         first_base_ref: (1, queries).
-        k_ref: (keys, 2 D), as in `Keys`.
-        v_ref: (Dv, keys).
+        k_ref: (keys, D).
+        hidden_ref: (1, keys), as in `Keys`.
+        v_ref: (Dv, keys). Past the end these and the other blocks hold any numbers.
         out_ref: (queries, Dv).
         lse_ref: (1, queries).
         query_ref: (2 D, queries), as `_put_base` leaves it.
         sum_ref: (Dv, queries), the sums of values by weights.
         found_ref: the same for one block.
         total_ref: (8, queries), whose rows add up to the sums of weights.
+        num_q: how many queries there are.
         tile: keys of one product.
         factor: factor of the scores.
     """
     del blocks_ref
+    keys = _KeysInVmem(k_ref, v_ref, hidden_ref)
     step, count = pl.program_id(3), count_ref[pl.program_id(0)]
+    left = num_q - pl.program_id(2) * query_ref.shape[1]
 
     @pl.when(step == 0)
     def _start() -> None:
         exact = q_ref[...].astype(jnp.float32).T * factor
+        exists = lax.broadcasted_iota(jnp.int32, (1, exact.shape[1]), 1) < left
+        exact = jnp.where(exists, exact, 0)
         rounded = exact.astype(query_ref.dtype)
         query_ref[: exact.shape[0]] = rounded
-        _put_base(query_ref, exact - rounded.astype(jnp.float32), first_base_ref[...])
+        base = jnp.where(exists, first_base_ref[...], 0)
+        _put_base(query_ref, exact - rounded.astype(jnp.float32), base)
         sum_ref[...] = jnp.zeros_like(sum_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
 
     @pl.when(step < count)
     def _add_block() -> None:
-        total = _sum_block(query_ref, k_ref, v_ref, found_ref, tile)
+        total = _sum_block(query_ref, keys, found_ref, tile)
         holds = jnp.sum(total) < _MOST
 
         @pl.when(holds)
@@ -318,7 +327,7 @@ def _kernel(
 
             @pl.when(jnp.logical_not(holds))
             def _again() -> None:
-                _compute_again(query_ref, k_ref, v_ref, sum_ref, total_ref, tile)
+                _compute_again(query_ref, keys, sum_ref, total_ref, tile)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _end() -> None:
@@ -354,44 +363,79 @@ def _base(query_ref: Any) -> Any:
     return -jnp.sum(parts, 0, keepdims=True)
 
 
-def _sum_block(query_ref: Any, k_ref: Any, v_ref: Any, found_ref: Any, tile: int) -> Any:
+class _KeysInVmem(NamedTuple):
+    """One block of keys and values in VMEM.
+
+    Args:
+        k_ref: (keys, D).
+        v_ref: (Dv, keys).
+        hidden_ref: (1, keys), as in `Keys`.
+    """
+
+    k_ref: Any
+    v_ref: Any
+    hidden_ref: Any
+
+    def rows(self, place: Any) -> Any:
+        """Return some keys as the first product takes them, (keys, 2 D), zero if they are hidden.
+
+        Each key comes twice. In place of the last `_ROWS` numbers of the second one are a number
+        that hides the key, or zero, and ones for the parts of the base.
+        """
+        k = self.k_ref[place, :]
+        hidden = jnp.broadcast_to(self.hidden_ref[:, place], k.shape[::-1]).T.astype(k.dtype)
+        k = jnp.where(hidden == 0, k, jnp.zeros_like(k))
+        lane = lax.broadcasted_iota(jnp.int32, k.shape, 1).astype(jnp.float32).astype(k.dtype)
+        special = jnp.where(lane == k.shape[1] - _ROWS, hidden, jnp.ones_like(k))
+        again = jnp.where(lane < k.shape[1] - _ROWS, k, special)
+        return jnp.concatenate([k, again], 1)
+
+    def values(self, place: Any) -> Any:
+        """Return the values (Dv, keys) of some keys, zero if they are hidden."""
+        v = self.v_ref[:, place]
+        hidden = jnp.broadcast_to(self.hidden_ref[:, place], v.shape).astype(v.dtype)
+        return jnp.where(hidden == 0, v, jnp.zeros_like(v))
+
+
+def _sum_block(query_ref: Any, keys: _KeysInVmem, found_ref: Any, tile: int) -> Any:
     """Write a block's sums of values by weights; return those of weights, in (8, queries).
 
     While the weights of a tile meet their values, the next ones are computed: libtpu overlaps what
     is not dependent.
     """
-    edges = [*range(0, k_ref.shape[0], tile), k_ref.shape[0]]
+    num_keys = keys.k_ref.shape[0]
+    edges = [*range(0, num_keys, tile), num_keys]
     places = [slice(*pair) for pair in itertools.pairwise(edges)]
     total = jnp.zeros((8, query_ref.shape[1]), jnp.float32)
     weights: list[Any] = []
     for now in range(len(places) + 1):
         if now < len(places):
-            found = jnp.exp2(_product(k_ref[places[now], :], query_ref[...]))
+            found = jnp.exp2(_product(keys.rows(places[now]), query_ref[...]))
             total += _sum_rows(found)
-            weights.append(found.astype(v_ref.dtype))
+            weights.append(found.astype(query_ref.dtype))
         if now:
-            found = _product(v_ref[:, places[now - 1]], weights[now - 1])
+            found = _product(keys.values(places[now - 1]), weights[now - 1])
             found_ref[...] = found if now == 1 else found_ref[...] + found
     return total
 
 
 def _compute_again(
-    query_ref: Any, k_ref: Any, v_ref: Any, sum_ref: Any, total_ref: Any, tile: int
+    query_ref: Any, keys: _KeysInVmem, sum_ref: Any, total_ref: Any, tile: int
 ) -> None:
     """Add a block to the sums, and raise bases to the highest scores before making weights."""
-    num_keys, head_dim = k_ref.shape[0], query_ref.shape[0] // 2
+    num_keys, head_dim = keys.k_ref.shape[0], query_ref.shape[0] // 2
     tile = math.gcd(num_keys, tile)
 
     def add(number: Any, _: None) -> None:
         place = pl.ds(pl.multiple_of(number * tile, tile), tile)
-        scores, base = _product(k_ref[place, :], query_ref[...]), _base(query_ref)
+        scores, base = _product(keys.rows(place), query_ref[...]), _base(query_ref)
         highest = base + jnp.maximum(jnp.max(scores, 0, keepdims=True), 0)
         _put_base(query_ref, query_ref[head_dim:].astype(jnp.float32), highest)
         # As written: by this much the next scores are lower.
         rise = _base(query_ref) - base
         weights, shrink = jnp.exp2(scores - rise), jnp.exp2(-rise)
         total_ref[...] = total_ref[...] * shrink + _sum_rows(weights)
-        found = _product(v_ref[:, place], weights.astype(v_ref.dtype))
+        found = _product(keys.values(place), weights.astype(query_ref.dtype))
         sum_ref[...] = sum_ref[...] * shrink + found
 
     lax.fori_loop(0, num_keys // tile, add, None)
