@@ -16,13 +16,14 @@ from jax.extend import core
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.inner_programs import inner_programs, run_with
 from tpuport.tracing.patterns.attention import find_attention
+from tpuport.tracing.patterns.pairs import find_pairs
 from tpuport.tracing.patterns.program import FlatProgram, PatternMatch, RunningValues
 from tpuport.tracing.scan_layers.dead_results import without_dead_results
 from tpuport.tracing.scan_layers.rolling import run_equations, shape_of
 from tpuport.tracing.scan_layers.shared_programs import NAME, jitted
 
 Pattern = Callable[[FlatProgram, Trace], Iterable[PatternMatch]]
-PATTERNS: tuple[Pattern, ...] = (find_attention,)
+PATTERNS: tuple[Pattern, ...] = (find_attention, find_pairs)
 
 
 def rewritten(closed: Any, trace: Trace) -> Any:
