@@ -1,7 +1,5 @@
 """Decoding of latents and encoding of an image by the VAE's own class, in one program each."""
 
-import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -139,7 +137,8 @@ def decode_latents(
     latents = latents.astype(_dtype(params, buffers)) / config_of(ported).scaling_factor
 
     def decode(tiles: jax.Array) -> jax.Array:
-        return ported.apply(params, buffers, key, tiles, method=decode_tile.__name__)[0]
+        with tpuport.attention_options("blockwise"):
+            return ported.apply(params, buffers, key, tiles, method=decode_tile.__name__)[0]
 
     return map_tiles(decode, latents, tiling or tiling_of(ported.module), ported.mesh)
 
@@ -157,7 +156,8 @@ def encode_frame(
     frame = image.astype(dtype)[:, :, None]
 
     def encode(tiles: jax.Array) -> jax.Array:
-        with _attention(dtype):
+        # One frame has no mask, but for splash heads of 1024 in float32 are too large.
+        with tpuport.attention_options("blockwise" if dtype == jnp.float32 else "auto"):
             return ported.apply(params, buffers, key, tiles, method=encode_tile.__name__)[0]
 
     if tiling is None:
@@ -205,13 +205,3 @@ def _on_mesh(ported: PortedModel, value: Any) -> jax.Array:
     if ported.mesh is None:
         return value
     return jax.device_put(value, NamedSharding(ported.mesh, P()))
-
-
-@contextlib.contextmanager
-def _attention(dtype: Any) -> Iterator[None]:
-    """Avoid splash attention in float32: its tiles for heads of 1024 exceed a TPU's fast memory."""
-    if dtype != jnp.float32:
-        yield
-        return
-    with tpuport.attention_options("blockwise"):
-        yield
