@@ -129,12 +129,12 @@ class PortedModel(PortedState):
         if self._edits is not None or self._mode is not None:
             self._take_edits()
         self._last_key = None
-        kinds, version = kinds_of(method, args, kwargs), self._state_version
+        (kinds, leaves), version = kinds_of(method, args, kwargs), self._state_version
         is_due = self._sampler is not None and self._sampler.is_due()
         bound = None if is_due else self._bound.get((kinds, version))
         if bound is not None:
             with explaining():
-                is_valid, out = bound.call(self, args, kwargs)
+                is_valid, out = bound.call(self, leaves)
             if is_valid:
                 self._outside_changes = 0
                 return out
