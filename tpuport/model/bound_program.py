@@ -23,7 +23,6 @@ from tpuport.tracing.core.tensor import TracedTensor, flow_seen
 from tpuport.tracing.state.tensor_attributes import OWN
 
 if TYPE_CHECKING:
-    from tpuport.model.ported_model import PortedModel
     from tpuport.model.ported_state import PortedState
 
 # One program may be bound for each of many strings.
@@ -148,7 +147,7 @@ class BoundProgram:
         return True, pytree.unflatten(outcome.out_spec, made)
 
 
-def call_part(ported: "PortedModel", method: str, args: tuple[Any, ...]) -> Any:
+def call_part(ported: Any, method: str, args: tuple[Any, ...]) -> Any:
     """Run a method that is a part of another one, by its bound program if there is one."""
     if ported._edits is not None or ported._mode is not None:
         ported._take_edits()
