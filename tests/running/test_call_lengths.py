@@ -119,15 +119,18 @@ def test_what_is_not_one_program_has_one_for_each_length() -> None:
 
 
 class Shifting(torch.nn.Module):
-    """A layer with idioms of samplers: heads by -1, a shift, padding to a size, a causal mask."""
+    """A layer with idioms of samplers: heads by -1, a shift, padding to a size, masks in place."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lin = torch.nn.Linear(4, 4)
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.arange(12)[None, :, None] % 3 == 0)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = self.lin(x)
         n = y.shape[1]
+        y.masked_fill_(self.table[:, :n], 0.5)
         heads = y.view(1, n, -1, 2).transpose(1, 2)
         scores = heads @ heads.mT
         i, j = scores.shape[-2:]
