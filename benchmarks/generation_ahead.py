@@ -53,11 +53,11 @@ def decode_arguments(model: Any, batch: int) -> tuple[Any, ...]:
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(batch, PROMPT, dtype=torch.long)
         given = {"position_ids": ids, "logits_to_keep": 1, "use_cache": True}
-        logits, *parts = programs.prefill(model, ids, given, "past_key_values", length)
+        logits, leaves, name = programs.prefill(model, ids, given, "past_key_values", length)
         counts = (torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long))
         ends = (torch.zeros(1, dtype=torch.long), torch.zeros((), dtype=torch.long))
         room = torch.zeros(batch, length, dtype=torch.long)
-    given = put_together(*parts)
+    given = put_together(leaves, name)
     for layer in given["past_key_values"].layers:
         # What a step makes on the cache's device has values.
         layer.device = torch.device("cpu")
