@@ -1,5 +1,7 @@
 """What a module and the Python state below it hold, to notice later that any of it has changed."""
 
+import enum
+import functools
 import operator
 import types
 from collections import OrderedDict, deque
@@ -10,11 +12,12 @@ import torch
 from tpuport.foundation.pytree.children import (
     ATOMIC,
     ATOMS,
-    OPAQUE,
     attributes_of,
+    is_plain,
     slots_of,
     walk,
 )
+from tpuport.foundation.pytree.clone import refers
 
 _DICTS = frozenset({dict, OrderedDict})
 _SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
@@ -34,8 +37,9 @@ class Held:
         self._dicts: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...]]] = []
         self._others: list[tuple[Any, tuple[Any, ...]]] = []
         self._is_known = True
-        for value in walk([module], self._parts):
-            del value
+        for _ in walk([module], self._parts):
+            if not self._is_known:
+                break
 
     def are_same(self) -> bool:
         """Return whether nothing has changed since then, as far as this can tell."""
@@ -56,7 +60,9 @@ class Held:
         """Keep what a value holds, and return what it leads to."""
         kind = type(value)
         if kind in ATOMIC:
-            self._is_known &= kind is not types.FunctionType or not value.__closure__
+            # Others are one in the module and its copy.
+            cells = value.__closure__ if kind is types.FunctionType else None
+            self._is_known &= not any(map(refers, cells or ()))
             return []
         if kind in _DICTS:
             return self._of_dict(value)
@@ -76,15 +82,15 @@ class Held:
         return [*held, *held.values()]
 
     def _of_object(self, value: Any) -> list[Any]:
-        if isinstance(value, (torch.Tensor, *ATOMS)):
+        if isinstance(value, (torch.Tensor, enum.Enum, *ATOMS)):
             return []
-        is_module = isinstance(value, torch.nn.Module)
-        if not is_module and type(value).__module__.split(".")[0] in OPAQUE:
+        if type(value) is functools.partial:
+            return [value.func, *value.args, value.keywords, value.__dict__]
+        # What classes in C keep beside attributes is not seen, nor what is in slots.
+        is_seen = isinstance(value, torch.nn.Module) or is_plain(value)
+        if not is_seen or slots_of(value) or isinstance(value, (dict, list, set, deque)):
             self._is_known &= isinstance(value, _UNCHANGING)
             return []
-        # What a class in C or a subclass of a container keeps beside its attributes is not seen.
-        if slots_of(value) or isinstance(value, (dict, list, set, deque)):
-            self._is_known = False
         return [value.__dict__] if attributes_of(value) else []
 
 
