@@ -21,6 +21,7 @@ from tpuport.cost.hlo.parser import HloProgram, read_program
 from tpuport.cost.hlo_traffic import traffic
 from tpuport.generation import programs
 from tpuport.generation.generate import PREFIX, bucketed
+from tpuport.generation.structures import put_together, taken_apart
 
 PROMPT, NEW = 960, 64
 _NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call"}
@@ -52,14 +53,16 @@ def decode_arguments(model: Any, batch: int) -> tuple[Any, ...]:
     with torch.device("meta"), torch.no_grad():
         ids = torch.zeros(batch, PROMPT, dtype=torch.long)
         given = {"position_ids": ids, "logits_to_keep": 1, "use_cache": True}
-        logits, given = programs.prefill(model, ids, given, "past_key_values", length)
+        logits, leaves, name = programs.prefill(model, ids, given, "past_key_values", length)
         counts = (torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long))
         ends = (torch.zeros(1, dtype=torch.long), torch.zeros((), dtype=torch.long))
         room = torch.zeros(batch, length, dtype=torch.long)
+    given = put_together(leaves, name)
     for layer in given["past_key_values"].layers:
         # What a step makes on the cache's device has values.
         layer.device = torch.device("cpu")
-    return logits, room, counts, given, LogitsProcessorList(), ends, False
+    processing = taken_apart(LogitsProcessorList(), "none")
+    return logits, room, counts, taken_apart(given, "the cache"), processing, ends, False
 
 
 def least_bytes(model: Any, given: dict[str, Any]) -> int:
@@ -108,7 +111,7 @@ def row(layers: int, topology: str, batch: int, rules: str) -> str:
         kernel_seconds=0.0,
     )
     parts = ", ".join(f"{one.name} {one.seconds * 1e3:.2f}" for one in took.parts if one.seconds)
-    least = least_bytes(model, inputs[3]) / chips / chip.hbm_bandwidth
+    least = least_bytes(model, put_together(*inputs[3])) / chips / chip.hbm_bandwidth
     cells += [f"{took.seconds * 1e3:.2f} ({parts})", f"{least * 1e3:.2f}"]
     return " | ".join([*cells, f"{took.seconds / least:.2f}"])
 

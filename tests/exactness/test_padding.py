@@ -268,6 +268,13 @@ SELECTIONS: dict[str, Program] = {
     "cat": lambda x, y, w, s, m: torch.cat([x[m], y]).log(),
     "cat of rows": lambda x, y, w, s, m: torch.cat([x[m], y[~m]]).sqrt(),
     "pad": over(lambda r: F.pad(r, (0, 0, 1, 1), value=0.5).log()),
+    # Negative amounts cut rows off: here where more than three are selected.
+    "pad to a size": over(lambda r: F.pad(r, (0, 0, 0, 3 - len(r)), value=0.5).log()),
+    "pad in front to a size": over(lambda r: F.pad(r, (0, 0, 3 - len(r), 0), value=0.5).log()),
+    "shift": over(lambda r: F.pad(r, (0, 0, 1, -1), value=0.5).log()),
+    "cut": over(lambda r: F.pad(r, (1, 0, -1, 0), value=0.5).log()),
+    "triangle": over(lambda r: (r.log() @ r.t()).triu(len(r) - r.shape[0] + 1)),
+    "lower triangle": over(lambda r: (r.log() @ r.t()).tril(diagonal=len(r) - 3)),
     "slice of rows": over(lambda r: r[1:].log()),
     "last rows": over(lambda r: r[-2:].log()),
 }

@@ -239,6 +239,20 @@ def test_caller_passes_overlapping_tensors():
     assert_same(x[:2], X[:2] + 10, "argument")
 
 
+def test_caller_passes_columns_that_lie_between_each_other():
+    def program(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        left.mul_(10)
+        return right * 2
+
+    x = X.clone()
+    assert_same(by_tpuport(program)(x[:, :1], x[:, 1:]), X[:, 1:] * 2, "the other columns")
+    assert_same(x[:, :1], X[:, :1] * 10, "argument")
+    with pytest.raises(UsageError, match="shares memory"):
+        by_tpuport(program)(x[:, :2], x[:, 1:])
+    with pytest.raises(UsageError, match="shares memory"):
+        by_tpuport(program)(x[::2], x[2:])
+
+
 def test_caller_keeps_arguments_that_are_only_read():
     x = X.clone()
     version = x._version

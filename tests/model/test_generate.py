@@ -155,6 +155,60 @@ def test_weights_are_not_used_on_the_host() -> None:
         ported.generate(**prompt(), max_new_tokens=4)
 
 
+def test_the_copy_for_preparations_is_kept_until_something_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[Any] = []
+    original = generate.clone_module
+    monkeypatch.setattr(generate, "clone_module", lambda *a: made.append(a) or original(*a))
+    ported = tpuport.convert(llama(), methods=("generate",), verify=False)
+    given = {**prompt(), "max_new_tokens": 6}
+
+    def check(copies: int) -> torch.Tensor:
+        before = len(made)
+        got = tpuport.to_torch(ported.generate(**given))
+        assert torch.equal(got, ported.to_torch().generate(**given))
+        assert len(made) - before == copies
+        return got
+
+    first = check(1)
+    check(0)
+    module = ported.module
+    check(1)
+    module.generation_config.eos_token_id = int(first[1, 8])
+    assert not torch.equal(check(1), first)
+    check(0)
+    module.config.new = 1
+    check(1)
+    module.model.layers[0].mlp.note = 1
+    check(1)
+    with torch.no_grad():
+        module.lm_head.weight.mul_(-1)
+    check(0)  # values are no part of the copy
+    check(0)
+    ported.train()
+    with pytest.raises(UsageError, match="training mode"):
+        ported.generate(**given)
+    ported.eval()
+    check(1)
+
+
+class Counts(transformers.LlamaForCausalLM):
+    """A model whose preparations change it."""
+
+    def _prepare_model_inputs(self, inputs: Any, *args: Any) -> Any:
+        self.config.calls = [*getattr(self.config, "calls", []), 1]
+        assert len(self.config.calls) == 1
+        return super()._prepare_model_inputs(inputs, *args)
+
+
+def test_each_call_is_prepared_on_the_module_as_it_was() -> None:
+    model = Counts(transformers.LlamaConfig(**COMMON)).eval()
+    ported = tpuport.convert(model, methods=("generate",), verify=False)
+    for _ in range(3):
+        ported.generate(**prompt(), max_new_tokens=2)
+
+
 def test_other_tokens_are_an_error_without_a_search(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     ported = tpuport.convert(model, methods=("generate",))

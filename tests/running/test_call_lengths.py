@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import tpuport
 from tpuport.compat.emulated import call_lengths
@@ -115,6 +116,42 @@ def test_what_is_not_one_program_has_one_for_each_length() -> None:
     report = both(Written, lambda m, device: decoded(m, device, (3,), 4))
     assert len(report.retraces) >= 3
     assert any("writes to an argument that is longer at each call" in n for n in report.notes)
+
+
+class Shifting(torch.nn.Module):
+    """A layer with idioms of samplers: heads by -1, a shift, padding to a size, masks in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+        self.table: torch.Tensor
+        self.register_buffer("table", torch.arange(12)[None, :, None] % 3 == 0)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.lin(x)
+        n = y.shape[1]
+        y.masked_fill_(self.table[:, :n], 0.5)
+        heads = y.view(1, n, -1, 2).transpose(1, 2)
+        scores = heads @ heads.mT
+        i, j = scores.shape[-2:]
+        hidden = torch.ones(i, j, device=x.device).triu_(j - i + 1).bool()
+        seen = scores.masked_fill_(hidden, -1e9).softmax(-1) @ heads
+        last = F.pad(y, (0, 0, 6 - n, 0), value=2.0)  # the last six of them
+        return seen, F.pad(y, (0, 0, 1, -1)) - y, last
+
+
+def test_idioms_of_samplers_have_one_program_for_all_lengths() -> None:
+    eager = Shifting()
+    with tpuport.porting() as scope, torch.no_grad():
+        model = Shifting().cuda()
+        model.load_state_dict(eager.state_dict())
+        for length in (3, 4, 5, 6, 7, 11):
+            x = torch.randn(1, length, 4)
+            for ours, theirs in zip(model(x.cuda()), eager(x), strict=True):
+                torch.testing.assert_close(ours.cpu(), theirs)
+    (report,) = scope.report.programs
+    assert len(report.retraces) == 1
+    assert not report.notes
 
 
 class Noisy(Decoder):

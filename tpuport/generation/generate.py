@@ -2,6 +2,8 @@
 
 import inspect
 import sys
+import weakref
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
+from tpuport.foundation.pytree.held import Held
+from tpuport.generation.structures import described, taken_apart
 from tpuport.tracing.core.export import to_torch
 
 PREFIX = "_generate_"
@@ -47,20 +51,33 @@ def is_around_transformers(target: Any) -> bool:
     return calls and kind.generate is not mixin.generate and kind._sample is mixin._sample
 
 
+def run_part(ported: Any, method: str, args: tuple[Any, ...]) -> Any:
+    """Run one of the programs of a generation."""
+    return ported._run(method, args, {})[0]
+
+
 class TextGeneration:
     """The method `generate` of a ported model.
 
     Args:
-        ported: The `PortedModel`; calls run by its `_run`.
+        ported: The `PortedModel`.
+        run: Runs one of its programs: it is given the model, the name of a method and arguments.
         is_around: Whether the model has code of its own around transformers' `generate`. It runs on
             the host.
     """
 
-    def __init__(self, ported: Any, *, is_around: bool = False) -> None:
+    def __init__(
+        self,
+        ported: Any,
+        run: Callable[[Any, str, tuple[Any, ...]], Any] = run_part,
+        *,
+        is_around: bool = False,
+    ) -> None:
         from tpuport.generation import programs
 
         self._loops = 0
-        self._ported, self._is_around = ported, is_around
+        self._ported, self._run_method, self._is_around = ported, run, is_around
+        self._kept: _HostCopy | None = None
         for function in (programs.encode, programs.prefill, programs.decode, programs.whole):
             ported._tracer.functions[PREFIX + function.__name__] = function
 
@@ -83,7 +100,6 @@ class TextGeneration:
                 )
         self._loops = 0
         if self._is_around:
-            model.__class__ = self._around(type(model))
             return model.generate(*args, **kwargs)
         return model.generate(*args, **kwargs, custom_generate=self._decoding)
 
@@ -107,8 +123,18 @@ class TextGeneration:
         return Around
 
     def _model(self) -> Any:
-        """Return a copy of the module for transformers' preparations on the host."""
-        model: Any = clone_module(self._ported._module, lambda tensor: tensor)[0]
+        """Return a copy of the module for transformers' preparations on the host.
+
+        It is that of the last call, unless the module or the copy has changed since.
+        """
+        module, kept = self._ported._module, self._kept
+        if kept is None or not kept.is_of(module):
+            self._kept = None
+            self._kept = kept = _HostCopy(module, self._copied(module))
+        return kept.copy
+
+    def _copied(self, module: torch.nn.Module) -> Any:
+        model: Any = clone_module(module, lambda tensor: tensor)[0]
         if model.training:
             raise UsageError(
                 "generate on a model in training mode: dropout would draw other numbers than"
@@ -120,10 +146,12 @@ class TextGeneration:
         model._maybe_prepare_encoder_kwargs_for_generation = prepare
         for one in model.modules():
             one.register_forward_pre_hook(_refuse_on_host)
+        if self._is_around:
+            model.__class__ = self._around(type(model))
         return model
 
     def _run(self, name: str, *args: Any) -> Any:
-        return self._ported._run(PREFIX + name, args, {})[0]
+        return self._run_method(self._ported, PREFIX + name, args)
 
     def _refuse_draws(self, *, is_sampled: bool) -> None:
         """Refuse to compare a second loop that draws: eager would draw other numbers."""
@@ -167,19 +195,37 @@ class TextGeneration:
             cache_name = "cache_params"
         given.pop(cache_name, None)
         length = bucketed(limit)
-        logits, given = self._run("prefill", input_ids, given, cache_name, length)
+        logits, *arguments = self._run("prefill", input_ids, given, cache_name, length)
+        processing = taken_apart(logits_processor, described(logits_processor))
         room = input_ids.new_zeros((input_ids.shape[0], length - prompt))
         ids, count = self._run(
             "decode",
             logits,
             torch.cat([input_ids, room], dim=1),
             (torch.tensor(prompt), torch.tensor(limit)),
-            given,
-            logits_processor,
+            tuple(arguments),
+            processing,
             (eos, generation_config._pad_token_tensor if eos is not None else None),
             bool(generation_config.do_sample),
         )
-        return ids[:, : int(count)]
+        return ids[:, : int(to_torch(count))]
+
+
+class _HostCopy:
+    """A copy of a module, on which transformers prepares calls.
+
+    Args:
+        module: The module.
+        copy: The copy.
+    """
+
+    def __init__(self, module: torch.nn.Module, copy: Any) -> None:
+        self.copy, self._module = copy, weakref.ref(module)
+        self._held = (Held(module), Held(copy))
+
+    def is_of(self, module: torch.nn.Module) -> bool:
+        """Return whether it is still a copy of this module: neither of both has changed."""
+        return self._module() is module and all(held.are_same() for held in self._held)
 
 
 def _refuse_on_host(module: torch.nn.Module, inputs: Any) -> None:

@@ -8,6 +8,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 
 from tpuport.foundation import pytree
 from tpuport.generation.cache import bounded_cache
+from tpuport.generation.structures import put_together, taken_apart
 from tpuport.tracing.control_flow.while_loop import traced_while
 
 # Arguments that grow with each token, of which a step reads the last column.
@@ -44,7 +45,7 @@ def whole(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def prefill(
     model: Any, ids: torch.Tensor, given: dict[str, Any], cache_name: str, length: int
-) -> tuple[torch.Tensor, dict[str, Any]]:
+) -> tuple[torch.Tensor, list[Any], str]:
     """Run the model on the prompt.
 
     Args:
@@ -55,7 +56,7 @@ def prefill(
         length: How many positions the cache has.
 
     Returns:
-        The logits of the first new token, and the arguments for the next step.
+        The logits of the first new token, and the arguments for the next step, taken apart.
     """
     given = {**given, cache_name: bounded_cache(model.config, length)}
     inputs = model.prepare_inputs_for_generation(ids, is_first_iteration=True, **given)
@@ -69,7 +70,7 @@ def prefill(
         after[mask_name] = torch.cat([mask, ones], dim=1)
     for name in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL:
         after.pop(name, None)
-    return outputs.logits[:, -1].to(torch.float32), after
+    return outputs.logits[:, -1].to(torch.float32), *taken_apart(after, "the cache")
 
 
 def decode(
@@ -77,8 +78,8 @@ def decode(
     logits: torch.Tensor,
     ids: torch.Tensor,
     counts: tuple[torch.Tensor, torch.Tensor],
-    given: dict[str, Any],
-    processors: Any,
+    arguments: tuple[list[Any], str],
+    processing: tuple[list[Any], str],
     ends: tuple[torch.Tensor | None, torch.Tensor | None],
     do_sample: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +90,8 @@ def decode(
         logits: Those of the first new token.
         ids: The prompt, with room for the new tokens.
         counts: The length of the prompt, and the largest length of the result.
-        given: The arguments of the model for the next step.
-        processors: The logits processors.
+        arguments: The arguments of the model for the next step, taken apart.
+        processing: The logits processors, taken apart.
         ends: The tokens that end a sequence, and the one that fills it up after that.
         do_sample: Whether tokens are drawn.
 
@@ -98,7 +99,10 @@ def decode(
         The tokens, and how many of them there are.
     """
     count, limit = counts
-    choose = _Choice(processors, ends, do_sample)
+    # Copies: the loop writes to the cache, and what it leaves there is no result.
+    own = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in arguments[0]]
+    given = put_together(own, arguments[1])
+    choose = _Choice(put_together(*processing), ends, do_sample)
     unfinished = torch.ones_like(ids[:, 0])
     ids, count, unfinished = choose(logits, ids, count, unfinished)
     leaves, spec = pytree.flatten(given, objects=True)

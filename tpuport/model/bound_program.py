@@ -20,6 +20,7 @@ from tpuport.tracing.core import arguments
 from tpuport.tracing.core.keys import fresh_key, unused_key
 from tpuport.tracing.core.storage import Storage
 from tpuport.tracing.core.tensor import TracedTensor, flow_seen
+from tpuport.tracing.state.tensor_attributes import OWN
 
 if TYPE_CHECKING:
     from tpuport.model.ported_state import PortedState
@@ -28,40 +29,73 @@ if TYPE_CHECKING:
 _MOST_BOUND = 1024
 # Values that are part of a program, and are equal only if they are the same for Python's code.
 _STATIC = frozenset({bool, int, str, type(None)})
+# Containers of exactly these classes, whose structure is their class, keys and size.
+_CONTAINERS = frozenset({tuple, list, dict})
 # Dtypes that numpy holds as jax does.
 _SAME_IN_NUMPY = frozenset(
     {torch.float32, torch.float16, torch.bool, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
 
 
-def kinds_of(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what of a call decides about its program; None if the arguments are not plain ones."""
+def kinds_of(
+    method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, list[torch.Tensor | jax.Array]]:
+    """Return what of a call decides about its program, and the tensors and arrays in it.
+
+    The first is None if the arguments are not plain ones.
+    """
     kinds: list[Any] = [method, modes()]
-    tensors = 0
+    leaves: list[torch.Tensor | jax.Array] = []
+    seen: set[int] = set()
     for value in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(value)
-        if kind is torch.Tensor:
-            if value.layout is not torch.strided or value.device.type != "cpu" or value.__dict__:
-                return None
-            graph = (value.requires_grad, value.is_leaf)
-            kinds.append((value.dtype, value.shape, value.stride(), graph))
-            tensors += 1
-        elif kind is ArrayImpl:
-            kinds.append((value.shape, value.dtype))
-            tensors += 1
-        elif kind in _STATIC:
-            kinds.append((kind, value))
-        else:
-            return None
-    if tensors > 1 and _are_shared((*args, *kwargs.values())):
-        return None
-    return (*kinds, *kwargs) if kwargs else tuple(kinds)
+        if not _note(value, kinds, leaves, seen):
+            return None, leaves
+    return ((*kinds, *kwargs) if kwargs else tuple(kinds)), leaves
 
 
-def _are_shared(values: tuple[Any, ...]) -> bool:
-    """Return whether a tensor occurs twice: a structure that differs from two tensors."""
-    found = [id(v) for v in values if type(v) is torch.Tensor or type(v) is ArrayImpl]
-    return len(set(found)) < len(found)
+def _note(value: Any, kinds: list[Any], leaves: list[Any], seen: set[int]) -> bool:
+    """Add the kind of a value and its tensors; return whether it is a plain one.
+
+    One that occurs twice is not: that is another structure than two equal ones.
+    """
+    kind = type(value)
+    if kind in _STATIC:
+        kinds.append((kind, value))
+        return True
+    if kind is float:
+        kinds.append((kind, repr(value)))  # 0.0 == -0.0
+        return True
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    if kind in _CONTAINERS:
+        return _note_parts(value, kinds, leaves, seen)
+    if kind is ArrayImpl:
+        kinds.append((value.shape, value.dtype))
+    elif (kind is torch.Tensor and _is_plain(value)) or (
+        kind is TracedTensor and value._storage.trace is None and value.__dict__.keys() <= OWN
+    ):
+        graph = (value.requires_grad, value.is_leaf)
+        kinds.append((kind, value.dtype, value.shape, value.stride(), graph))
+    else:
+        return False
+    leaves.append(value)
+    return True
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.__dict__
+
+
+def _note_parts(value: Any, kinds: list[Any], leaves: list[Any], seen: set[int]) -> bool:
+    """Add the kinds of what is in a list, tuple or dict, as `_note` does."""
+    kind = type(value)
+    keys: Any = tuple(value) if kind is dict else len(value)
+    if kind is dict and any(type(key) is not str for key in keys):
+        return False
+    kinds.append((kind, keys))
+    parts = value.values() if kind is dict else value
+    return all(_note(part, kinds, leaves, seen) for part in parts)
 
 
 class BoundProgram:
@@ -84,10 +118,13 @@ class BoundProgram:
             for meta in compiled.outcome.out_metas
         ]
 
-    def call(
-        self, ported: "PortedState", args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[bool, Any]:
-        """Return whether the program can be used still, and its output."""
+    def call(self, ported: "PortedState", leaves: list[Any]) -> tuple[bool, Any]:
+        """Return whether the program can be used still, and its output.
+
+        Args:
+            ported: the model.
+            leaves: the tensors and arrays among the arguments.
+        """
         state = {**ported.buffers, **ported.params}
         outcome, compiled = self._outcome, self._compiled
         if outcome.trace.recorder.guards.changed() is not None:
@@ -98,11 +135,7 @@ class BoundProgram:
             return False, None
         if self._baked and not all(state[n] is v for n, v in self._baked.items()):
             return False, None
-        values = [
-            value if type(value) is ArrayImpl else _array(value)
-            for value in (*args, *kwargs.values())
-            if type(value) not in _STATIC
-        ]
+        values = [leaf if type(leaf) is ArrayImpl else _array(leaf) for leaf in leaves]
         key = ported._last_key = fresh_key() if outcome.uses_key else unused_key()
         outs, new_state, _, _, code = compiled.run(picked, key, values)
         raise_failed(self._checks, code)
@@ -110,9 +143,25 @@ class BoundProgram:
             ported._advance(compiled, new_state)
         made = list(map(_result, outs, self._metas))
         if self._shares:
-            leaves = [v for v in (*args, *kwargs.values()) if type(v) not in _STATIC]
             share(ported, compiled, leaves, made)
         return True, pytree.unflatten(outcome.out_spec, made)
+
+
+def call_part(ported: Any, method: str, args: tuple[Any, ...]) -> Any:
+    """Run a method that is a part of another one, by its bound program if there is one."""
+    if ported._edits is not None or ported._mode is not None:
+        ported._take_edits()
+    kinds, leaves = kinds_of(method, args, {})
+    key = (kinds, ported._state_version)
+    bound = None if ported._verifying else ported._bound.get(key)
+    if bound is not None:
+        is_valid, out = bound.call(ported, leaves)
+        if is_valid:
+            return out
+    out, _ = ported._run(method, args, {})
+    if kinds is not None and key[1] == ported._state_version:
+        bind(ported, ported._last_program, ported._bound, key)
+    return out
 
 
 def bind(
@@ -147,11 +196,12 @@ def _result(value: Any, meta: Any) -> Any:
 
 def _array(tensor: torch.Tensor) -> Any:
     """Return a copy of a tensor, which jax's dispatch takes to the device itself."""
+    if type(tensor) is TracedTensor:
+        return tensor.jax()
     if tensor.dtype in _SAME_IN_NUMPY:
         return tensor.detach().resolve_conj().resolve_neg().numpy().copy()
     try:
-        with jax.ensure_compile_time_eval():
-            return backend.to_jax(tensor)
+        return backend.to_host_array(tensor)
     except OverflowError as error:
         msg = f"an argument of shape {tuple(tensor.shape)}: {error}"
         raise UsageError(msg) from error

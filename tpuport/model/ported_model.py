@@ -19,7 +19,7 @@ from tpuport.foundation.pytree.clone import clone_module
 from tpuport.foundation.pytree.sealed import apart
 from tpuport.generation import generate
 from tpuport.model import after_error, lowering, pure, report_builder, unread_arguments
-from tpuport.model.bound_program import BoundProgram, bind, kinds_of
+from tpuport.model.bound_program import BoundProgram, bind, call_part, kinds_of
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
@@ -84,9 +84,9 @@ class PortedModel(PortedState):
         # Methods that are several programs, by name.
         self._composed: dict[str, Any] = {}
         if "generate" in options.methods:
-            is_around = generate.is_around_transformers(target)
-            if is_around or generate.is_transformers(target):
-                self._composed["generate"] = generate.TextGeneration(self, is_around=is_around)
+            own = generate.is_around_transformers(target)
+            if own or generate.is_transformers(target):
+                self._composed["generate"] = generate.TextGeneration(self, call_part, is_around=own)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -129,12 +129,12 @@ class PortedModel(PortedState):
         if self._edits is not None or self._mode is not None:
             self._take_edits()
         self._last_key = None
-        kinds, version = kinds_of(method, args, kwargs), self._state_version
+        (kinds, leaves), version = kinds_of(method, args, kwargs), self._state_version
         is_due = self._sampler is not None and self._sampler.is_due()
         bound = None if is_due else self._bound.get((kinds, version))
         if bound is not None:
             with explaining():
-                is_valid, out = bound.call(self, args, kwargs)
+                is_valid, out = bound.call(self, leaves)
             if is_valid:
                 self._outside_changes = 0
                 return out

@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 _JOINING = frozenset({"cat", "concat", "concatenate", "hstack"})
 # Their own loops are not the script's: transformers' has programs of its own.
 _LIBRARIES = ("torch.", "transformers.")
+_SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def growing_methods(cls: type) -> list[str]:
@@ -36,7 +37,10 @@ def _own(cls: type) -> Iterator[tuple[str, FunctionType]]:
         return
     for name, value in vars(cls).items():
         function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-        if name != "forward" and isinstance(function, FunctionType):
+        if name == "forward" or not isinstance(function, FunctionType):
+            continue
+        # What is suspended in between (a stream of tokens) runs in the script.
+        if not function.__code__.co_flags & _SUSPENDS:
             yield name, function
 
 

@@ -131,14 +131,22 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     Raises:
         OverflowError: an int64 value does not fit in the 32 bits that jax holds without x64.
     """
+    return jax.device_put(to_host_array(tensor))
+
+
+def to_host_array(tensor: torch.Tensor) -> np.ndarray:
+    """Copy a CPU torch tensor into a numpy array of the dtype that jax has for it.
+
+    Raises:
+        OverflowError: an int64 value does not fit in the 32 bits that jax holds without x64.
+    """
     array = to_numpy_array(tensor)
     target = jax_dtype(tensor.dtype)
     check_fits(array, target)
     # A copy: jax may alias a numpy buffer that torch later writes to. numpy makes it, because XLA
     # would compile a program for each shape.
     with np.errstate(over="ignore", invalid="ignore"):
-        copy = np.array(array, dtype=target)
-    return jax.device_put(copy)
+        return np.array(array, dtype=target)
 
 
 def fits(tensor: torch.Tensor) -> bool:

@@ -131,11 +131,11 @@ class Cloner:
         function without such a reference is the same object.
         """
         old = value.__closure__ or ()
-        if not any(map(_refers, old)):
+        if not any(map(refers, old)):
             return value
         known = self.memo.get(id(value))
         if known is None:
-            cells = tuple(types.CellType(c.cell_contents) if _refers(c) else c for c in old)
+            cells = tuple(types.CellType(c.cell_contents) if refers(c) else c for c in old)
             known = types.FunctionType(
                 value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
             )
@@ -148,7 +148,7 @@ class Cloner:
 
     def _bound(self, held: Any) -> Any:
         """Return the copy of what a cell holds; what is no part of the copied module stays."""
-        if not _refers(held):
+        if not refers(held):
             return held
         if isinstance(held, types.FunctionType):
             return self._function(held)
@@ -316,7 +316,7 @@ def clone_module(
     return cloner.clone(module), cloner.memo
 
 
-def _refers(value: Any, seen: set[int] | None = None) -> bool:
+def refers(value: Any, seen: set[int] | None = None) -> bool:
     """Return whether a function, or what its cell holds, leads to a module or a tensor."""
     seen = set() if seen is None else seen
     if isinstance(value, (torch.nn.Module, torch.Tensor)):
@@ -336,4 +336,4 @@ def _refers(value: Any, seen: set[int] | None = None) -> bool:
     elif isinstance(value, types.CellType):
         with contextlib.suppress(ValueError):  # not assigned yet
             parts = [value.cell_contents]
-    return any(_refers(part, seen) for part in parts)
+    return any(refers(part, seen) for part in parts)

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from tpuport.foundation import pytree
@@ -360,10 +361,26 @@ def _overlap(a: Any, b: Any) -> bool:
         return getattr(a, "_storage", 0) is getattr(b, "_storage", 1)
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
-    if a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not (a.numel() and b.numel()):
         return False
     last = [
         t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
         for t in (a, b)
     ]
-    return a.storage_offset() <= last[1] and b.storage_offset() <= last[0]
+    if a.storage_offset() > last[1] or b.storage_offset() > last[0]:
+        return False
+    if max(last) > _MOST_PLACES:
+        return True
+    # Columns of one matrix lie between each other.
+    written = np.zeros(max(last) + 1, bool)
+    _places(written, a)[...] = True
+    return bool(_places(written, b).any())
+
+
+_MOST_PLACES = 1 << 26
+
+
+def _places(memory: np.ndarray, tensor: torch.Tensor) -> np.ndarray:
+    """Return the elements of a storage, one byte each, that a tensor has."""
+    start = memory[tensor.storage_offset() :]
+    return np.lib.stride_tricks.as_strided(start, tensor.shape, tensor.stride())

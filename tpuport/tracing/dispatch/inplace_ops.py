@@ -19,6 +19,7 @@ from tpuport.tracing.core.view_steps import OwnWindow
 from tpuport.tracing.dispatch import meta_infer
 from tpuport.tracing.dispatch.dtype_checks import NAMES
 from tpuport.tracing.dispatch.int64_ops import is_pointwise
+from tpuport.tracing.dynamic_shapes.extents import bound_of, extents_of, resized, strip
 from tpuport.tracing.dynamic_shapes.handlers import involved
 
 
@@ -264,9 +265,24 @@ def _write_one(target: torch.Tensor, new: Any, flow: Flow, *, is_out: bool) -> N
             code="TPU201",
             remedy="allocate it with the result's shape",
         )
-    write(target, held_of(new), flow=flow)
+    write(target, held_of(_as_long(new, target)), flow=flow)
     if isinstance(new, TracedTensor) and new._bounds and new.dtype == target.dtype:
         _keep_bounds(target, new._bounds)
+
+
+def _as_long(new: Any, target: torch.Tensor) -> Any:
+    """Return what is written with as much padding as the target has, where a size is data.
+
+    The result of two operands with equal sizes has the padding of the shorter one.
+    """
+    extents = extents_of(target)
+    if not extents or not isinstance(new, torch.Tensor) or new.dim() != target.dim():
+        return new
+    made = strip(new)
+    for dim in extents:
+        if 1 < bound_of(made, dim) < bound_of(target, dim):
+            made = resized(made, dim, bound_of(target, dim))
+    return made
 
 
 def _keep_bounds(target: torch.Tensor, bounds: tuple[float, float]) -> None:

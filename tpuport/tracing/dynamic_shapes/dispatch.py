@@ -63,7 +63,7 @@ _ROWWISE = {
     "native_layer_norm", "_fused_rms_norm", "embedding", "cumsum", "cumprod", "_softmax",
     "_log_softmax", "mm", "bmm", "addmm", "permute", "transpose", "t", "unsqueeze", "squeeze",
     "select", "unbind", "split", "split_with_sizes", "glu", "topk", "sort", "argsort",
-    "gather", "stack", "flip", "tril", "triu", "one_hot", "repeat",
+    "gather", "stack", "flip", "one_hot", "repeat",
     "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin", "logcumsumexp",
     "unfold", "linalg_cross",
     "convolution", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",

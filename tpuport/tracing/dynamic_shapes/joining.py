@@ -1,20 +1,20 @@
 """Concatenation, and padding by data-dependent amounts."""
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from tpuport.foundation.interop import backend
 from tpuport.tracing.core.cumulative import cumulative
+from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.dynamic_shapes.extents import (
     Extents,
     attach,
     bound_of,
     extents_of,
     isolated,
+    natural,
     node_of,
     refuse,
     require_equal,
@@ -22,7 +22,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     strip,
     wrap_now,
 )
-from tpuport.tracing.dynamic_shapes.handlers import dim_of, handles, involved
+from tpuport.tracing.dynamic_shapes.handlers import dim_of, handles
 
 aten = torch.ops.aten
 
@@ -83,29 +83,35 @@ def _pad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     result: Any = base
     for pair in range(len(pads) // 2):
-        before, after = pads[2 * pair], pads[2 * pair + 1]
-        dim = result.dim() - 1 - pair
-        parts = [_block(result, dim, before, value), result, _block(result, dim, after, value)]
-        parts = [p for p in parts if p is not None]
-        if len(parts) > 1:
-            result = (
-                torch.ops.aten.cat.default(parts, dim)
-                if not involved((parts,), {})
-                else _cat(aten.cat.default, (parts, dim), {})
-            )
-    return result
+        before, after = pads[2 * pair : 2 * pair + 2]
+        if any(isinstance(amount, torch.SymInt) or amount for amount in (before, after)):
+            dim = result.dim() - 1 - pair
+            result = _padded(result, dim, node_of(before), node_of(after), value)
+    return result.clone() if result is base else result
 
 
-def _block(base: Any, dim: int, size: Any, value: Any) -> Any:
-    if isinstance(size, int) and size == 0:
-        return None
-    node = node_of(size)
-    if node.low < 0 and node.high <= 0:
-        raise refuse(aten.constant_pad_nd.default, " by a negative amount")
-    sizes = list(torch.Tensor.size(base))
-    sizes[dim] = int(min(node.high, 1 << 24)) if node.high != math.inf else -1
-    if sizes[dim] < 0:
-        raise refuse(aten.constant_pad_nd.default, " by an amount without an upper bound")
-    made = wrap_now(jnp.full(sizes, value, backend.jax_dtype(base.dtype)), base.dtype)
-    extents = {d: n for d, n in extents_of(base).items() if d != dim}
-    return attach(made, {**extents, dim: node})
+def _padded(base: Any, dim: int, before: NumberNode, after: NumberNode, value: Any) -> Any:
+    """Pad both ends of a dim, or cut off what a negative amount says."""
+    func, extents = aten.constant_pad_nd.default, extents_of(base)
+    physical = bound_of(base, dim)
+    size = extents.get(dim, node_of(physical))
+    length = size.add(before).add(after)  # type: ignore[attr-defined]
+    length = natural(length, RuntimeError("constant_pad_nd: the resulting size is negative"))
+    if length.high > _MOST_PADDED:
+        raise refuse(func, " by an amount without an upper bound")
+    places = jnp.arange(int(length.high), dtype=jnp.int32) - before.value
+    inside = (places >= 0) & (places < size.value)
+    filling = torch.full((), value, dtype=base.dtype)
+    if physical:
+        order = wrap_now(jnp.clip(places, 0, physical - 1), torch.int64)
+        shape = [-1 if d == dim else 1 for d in range(base.dim())]
+        taken = strip(base).index_select(dim, order)
+        made = torch.where(wrap_now(inside.reshape(shape)), taken, filling)
+    else:
+        sizes = list(torch.Tensor.size(base))
+        sizes[dim] = int(length.high)
+        made = strip(base).new_full(sizes, value)
+    return isolated(attach(made, {**extents, dim: length}))
+
+
+_MOST_PADDED = 1 << 24

@@ -51,6 +51,31 @@ def reflowed(base: TracedTensor, sizes: Sequence[Any]) -> torch.Tensor:
     return attach(view, {d: node for d, node in enumerate(made) if node.low != node.high})
 
 
+def with_rest(base: torch.Tensor, sizes: Sequence[Any]) -> Sequence[Any]:
+    """Return sizes with the number that -1 stands for, if that does not depend on data.
+
+    It does not in `x.view(batch, length, -1, width)`, where the length is that of `x`.
+    """
+    asked = [isinstance(size, int) and size == -1 for size in sizes]
+    extents = extents_of(base)
+    if sum(asked) != 1 or not extents:
+        return sizes
+    given = [node_of(size) for size, is_rest in zip(sizes, asked, strict=True) if not is_rest]
+    dynamic = [node.expr for node in given if node.low != node.high]
+    total = math.prod(n for d, n in enumerate(torch.Tensor.size(base)) if d not in extents)
+    known = math.prod(int(node.low) for node in given if node.low == node.high)
+    for node in extents.values():
+        if node.expr not in dynamic:
+            return sizes
+        dynamic.remove(node.expr)
+        # Of no elements, eager does not know either.
+        if node.low < 1:
+            raise_if(node.value < 1, _error())
+    if dynamic or not known or total % known:
+        return sizes
+    return [total // known if rest else size for size, rest in zip(sizes, asked, strict=True)]
+
+
 def _is_same(a: NumberNode, b: NumberNode | None) -> bool:
     return b is not None and a.low == a.high == b.low == b.high
 

@@ -6,7 +6,7 @@ import torch
 
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.sym_node import Linear, NumberNode
-from tpuport.tracing.core.values import map_tensors
+from tpuport.tracing.core.values import map_tensors, value_of
 from tpuport.tracing.dynamic_shapes.contractions import masked_contraction
 from tpuport.tracing.dynamic_shapes.extents import (
     attach,
@@ -14,7 +14,10 @@ from tpuport.tracing.dynamic_shapes.extents import (
     extents_of,
     filled,
     isolated,
+    node_of,
     refuse,
+    strip,
+    wrap_now,
 )
 from tpuport.tracing.dynamic_shapes.handlers import dim_of, handles, run, tensors_of
 
@@ -203,6 +206,21 @@ def _upsample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(dim >= 2 for dim in extents_of(args[0])):
         raise refuse(func, " along that dim")
     return rowwise(func, args, kwargs)
+
+
+@handles("tril", "triu")
+def _triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Keep what is on one side of a diagonal, whose number may depend on data."""
+    matrix, diagonal = args[0], args[1] if len(args) > 1 else kwargs.get("diagonal", 0)
+    extents = extents_of(matrix)
+    if not isinstance(diagonal, torch.SymInt):
+        return rowwise(func, args, kwargs) if extents else NotImplemented
+    plain = strip(matrix)
+    rows, columns = (torch.arange(size) for size in plain.shape[-2:])
+    away = wrap_now(value_of(columns - rows[:, None]), torch.int64)
+    number = wrap_now(node_of(diagonal).value, torch.int64)
+    kept = away >= number if func._opname == "triu" else away <= number
+    return attach(torch.where(kept, plain, torch.zeros((), dtype=plain.dtype)), extents)
 
 
 @handles("equal")

@@ -16,7 +16,7 @@ from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
 from tpuport.tracing.dynamic_shapes.handlers import involved
-from tpuport.tracing.dynamic_shapes.reflow import reflowed
+from tpuport.tracing.dynamic_shapes.reflow import reflowed, with_rest
 from tpuport.tracing.dynamic_shapes.rowwise import physical_sizes
 from tpuport.tracing.functions.registry import function, holds_traced
 
@@ -52,6 +52,7 @@ def _reshape(
     sizes = kwargs.get("shape", rest)
     if sizes and isinstance(sizes[0], (tuple, list)):
         (sizes,) = sizes
+    sizes = with_rest(source, sizes)
     if _splits(source, sizes) and torch.Tensor.is_contiguous(source):
         return _reflowed(trace, source, sizes)
     if not any(isinstance(size, torch.SymInt) for size in sizes):
@@ -71,10 +72,12 @@ def _view(trace: Trace, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if sizes and isinstance(sizes[0], (tuple, list)):
         (sizes,) = sizes
     # A dtype is no size.
-    are_sizes = all(isinstance(size, (int, torch.SymInt)) for size in sizes)
-    if are_sizes and _splits(source, sizes) and torch.Tensor.is_contiguous(source):
-        return _reflowed(trace, source, sizes)
-    return NotImplemented
+    if not all(isinstance(size, (int, torch.SymInt)) for size in sizes):
+        return NotImplemented
+    known = with_rest(source, sizes)
+    if _splits(source, known) and torch.Tensor.is_contiguous(source):
+        return _reflowed(trace, source, known)
+    return NotImplemented if known is sizes else source.view(known)
 
 
 @function(torch.flatten, torch.Tensor.flatten, torch.ravel, torch.Tensor.ravel)
@@ -141,8 +144,7 @@ def _splits(source: Any, sizes: Any) -> bool:
         return len(extents) == 1
     node, size = extents[last], given[len(lead)]
     if isinstance(size, torch.SymInt):
-        factor = size.node.expr is not None and size.node.expr.const == 0
-        return not factor or not _is_multiple(size.node.expr, node.expr)
+        return size.node.expr is None or not _is_multiple(size.node.expr, node.expr)
     # What follows the dim stays, or merges into it.
     rest = given[len(lead) + 1 :]
     tail = math.prod(torch.Tensor.size(source)[last + 1 :])

@@ -1,6 +1,7 @@
-"""Functions and objects among the results of a call that refer to tensors of its program."""
+"""Results of a call that no program can return: functions of its tensors, and iterators."""
 
 import functools
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -17,6 +18,8 @@ _MOST_VALUES = 10_000
 def refuse_functions(result: pytree.TreeSpec, *, runs_by_parts: bool) -> None:
     """Refuse functions in a result that reach tensors of the call, and objects with such functions.
 
+    Iterators are refused, too: there would be one for all calls, which the first call uses up.
+
     Args:
         result: The structure of the result.
         runs_by_parts: Whether the module then runs by parts, as under `porting()`. If not, such a
@@ -25,14 +28,32 @@ def refuse_functions(result: pytree.TreeSpec, *, runs_by_parts: bool) -> None:
     Raises:
         PortError: There is one; it could not run after the call.
     """
-    for value in pytree.statics_of(result) if runs_by_parts else ():
-        if _reaches(value):
+    for value in pytree.statics_of(result):
+        if _is_used_up(value):
+            name = getattr(value, "__qualname__", type(value).__name__)
+            raise port_error(
+                f"the call returns an iterator ({name}), whose code would run after the program",
+                code="TPU402",
+                remedy="return a list or a tuple of what it gives, or port the methods that it"
+                " calls (methods=, --program) instead of this one",
+            )
+        if runs_by_parts and _reaches(value):
             name = getattr(value, "__qualname__", f"object of {type(value).__name__}")
             raise port_error(
                 f"the call returns a function ({name}) that refers to tensors of the program",
                 code="TPU402",
                 remedy="call it in the module that is ported, and return its results",
             )
+
+
+def _is_used_up(value: Any) -> bool:
+    """Return whether a value gives each of its items once: a generator, `zip`, a coroutine."""
+    kinds = (Iterator, AsyncIterator, Coroutine)
+    return type(value).__module__ in _OF_PYTHON and isinstance(value, kinds)
+
+
+# Other iterators are objects of somebody's, which code may use again (files, loaders).
+_OF_PYTHON = frozenset({"builtins", "itertools"})
 
 
 def _reaches(value: Any) -> bool:
