@@ -444,3 +444,46 @@ def test_a_result_that_is_a_plain_attribute_which_the_call_wrote_is_that_tensor(
     expected = seen("cpu")
     with tpuport.porting():
         assert seen("cuda") == expected
+
+
+class ReturnsParts(nn.Module):
+    """Returns results that are views of one another, with a graph, without one, and constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y, mask = torch.tanh(self.linear(x)) * 2, torch.ones(3, device=x.device)
+        return y[:, 0], y, y.detach()[1:], y.t(), mask, mask.view(1, 3)
+
+
+def test_results_that_are_views_of_one_another_see_writes_and_gradients():
+    """In place through a view, to its base, without a graph; hooks and gradients of either."""
+    seen = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        with tpuport.porting():
+            module, found = ReturnsParts().to(device), []
+            x = torch.linspace(-1, 1, 6).reshape(2, 3).to(device)
+            out = module(x)
+            out[0].retain_grad()
+            out[1].register_hook(lambda gradient, found=found: found.append(gradient))
+            (out[0].square().sum() + out[1].sum() + out[3].square().sum()).backward()
+            found += [out[0].grad, module.linear.weight.grad.clone()]
+            out = module(x)
+            out[0].mul_(3)
+            out[1].sum().backward()
+            found += [module.linear.weight.grad, *out]
+            out = module(x)
+            out[2].zero_()
+            out[5].add_(1)
+            found += out
+            with torch.no_grad():
+                out = module(x)
+                out[3].div_(2)
+            found += out
+        seen[device] = [t.detach().cpu() for t in found]
+        seen[device].append(torch.tensor([t.requires_grad for t in out]))
+    for want, have in zip(seen["cpu"], seen["cuda"], strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)

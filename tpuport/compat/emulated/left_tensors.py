@@ -56,7 +56,7 @@ class LeftTensors:
         arguments: list[Any],
         results: list[Any],
     ) -> None:
-        """Find what the tensors share, and put them for the results that they are.
+        """Find what the tensors and the results share, and put those for results that they are.
 
         Args:
             outcome: the outcome of the program.
@@ -64,6 +64,7 @@ class LeftTensors:
             arguments: the leaves of its arguments.
             results: its results, which are changed.
         """
+        _share_siblings(outcome, results)
         for name, alias in outcome.state_aliases.items():
             of = alias.of
             is_result = isinstance(of, Sibling)
@@ -194,6 +195,21 @@ def view_of(owner: torch.Tensor, alias: Alias, requires_grad: bool = False) -> t
         # A view that was taken under no_grad would raise in code of ours that asks for its graph,
         # once its base was written to: this is a leaf of its own, as eager's is.
         return tag(view.requires_grad_() if requires_grad and alias.is_cut else view)
+
+
+def _share_siblings(outcome: TraceResult, results: list[Any]) -> None:
+    """Put views of results for the results that are views of these: writes are seen on both."""
+    for index, alias in outcome.out_aliases.items():
+        if not isinstance(alias.of, Sibling) or not (alias.is_same or alias.is_exact):
+            continue
+        owner, result = results[alias.of.index], results[index]
+        if not (isinstance(owner, torch.Tensor) and isinstance(result, torch.Tensor)):
+            continue
+        if alias.is_same:
+            results[index] = owner
+        elif owner.requires_grad or not result.requires_grad:
+            made = view_of(owner, alias, result.requires_grad)
+            results[index] = in_memory_of(made, result)
 
 
 def in_memory_of(view: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
