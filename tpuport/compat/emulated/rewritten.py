@@ -71,8 +71,14 @@ def kept_results(
     found |= {name: left[name] for name in saved.left if name in left}
     with torch._C.DisableTorchFunction():
         return [
-            # Without the graph, of which what is kept here is a part; in the same memory.
-            Kept(_result(place, saved.count), tensor.data, then, _OUT_OF_PLACE)
+            # Without the graph, of which what is kept here is a part; in the same memory. One
+            # without a graph may yet be put into that of a buffer.
+            Kept(
+                _result(place, saved.count),
+                tensor.data if tensor.requires_grad else tensor,
+                then,
+                _OUT_OF_PLACE,
+            )
             for place, tensor in found.items()
             if isinstance(tensor, torch.Tensor)
             and isinstance(then := arrays.get(place), jax.Array)
