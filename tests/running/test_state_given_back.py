@@ -487,3 +487,26 @@ def test_results_that_are_views_of_one_another_see_writes_and_gradients():
         seen[device].append(torch.tensor([t.requires_grad for t in out]))
     for want, have in zip(seen["cpu"], seen["cuda"], strict=True):
         torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+
+
+class LeavesConstants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept, self.host = nn.Linear(3, 3), None, None
+
+    def forward(self, x):
+        made = torch.zeros(3, device=x.device) + 1
+        self.kept, self.host = made.detach(), torch.ones(2)
+        return self.linear(x).sum(), made
+
+
+def test_a_constant_that_the_first_call_leaves_shares_memory_with_a_result():
+    with tpuport.porting():
+        module = LeavesConstants().to("cuda")
+        _, made = module(torch.ones(2, 3).to("cuda"))
+        made.mul_(3)
+        assert module.kept.tolist() == [3.0] * 3
+        module.kept.add_(1)
+        assert made.tolist() == [4.0] * 3
+        assert (module.kept.device.type, module.host.device.type) == ("cuda", "cpu")
+        assert module(torch.ones(2, 3).to("cuda"))[1].tolist() == [1.0] * 3

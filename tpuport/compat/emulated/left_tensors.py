@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
-from tpuport.foundation.interop.device_mark import tag
+from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.model.parity.verify import Reference
 from tpuport.tracing.core.arguments import flatten_call
 from tpuport.tracing.state.module_state import StateTree, state_tree
@@ -41,6 +41,9 @@ class LeftTensors:
         # What they share memory with, and the user's tensor for it if it was there before the call.
         self._owners: dict[str, tuple[Alias, Any]] = {}
         self._made: dict[str, torch.Tensor] = {}
+        # The memory of this call's constants, by that of the trace's.
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        self._of_constants: set[str] = set()
 
     def note(self, outcome: TraceResult, values: Mapping[str, jax.Array]) -> None:
         """Add what a program did; `values` is the state after it."""
@@ -94,7 +97,17 @@ class LeftTensors:
 
     def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this call's own tensor for a constant that it left under a name."""
-        return self._made[name] if name in self._made else value.clone()
+        if name in self._made:
+            return self._made[name]
+        if value.layout is not torch.strided:
+            return value.clone()
+        self._of_constants.add(name)
+        with torch._C.DisableTorchFunction():
+            memory = value.untyped_storage()
+            own: Any = self._constants.setdefault(memory._cdata, memory.clone())
+            made = torch.empty(0, dtype=value.dtype)
+            made.set_(own, value.storage_offset(), value.size(), value.stride())
+            return tag(made) if is_tagged(value) else made
 
     def leaf(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return the leaf that the call left under a name, for the tensor of the ported copy."""
@@ -138,6 +151,7 @@ class LeftTensors:
         for result, alias in results:
             is_computed = alias.of in self.computed
             is_own = alias.of in tree.registered or alias.of in self._metas
+            is_own |= alias.of in self._of_constants
             owner = tree.leaves.get(str(alias.of)) if is_own else None
             if not isinstance(owner, torch.Tensor) or not (alias.is_same or alias.is_exact):
                 continue

@@ -406,7 +406,7 @@ class LiveModel(PortedModel):
             if index in outcome.returned:
                 continue
             owner, at = owner_of(alias, self._tree.leaves, call.leaves), alias.of
-            if at in outcome.changed:
+            if at in outcome.changed or (isinstance(at, str) and at not in self._tree.leaves):
                 self._buffer_results.append((given[index], alias))
             if isinstance(at, str) and at not in outcome.changed | outcome.bound:
                 owner = self._tree.leaves.get(at)
