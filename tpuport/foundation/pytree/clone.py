@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from tpuport.foundation.pytree.children import (
     refill,
     slots_of,
 )
+from tpuport.foundation.pytree.kept_iterators import KeptIterator
 from tpuport.foundation.pytree.tensor_classes import (
     is_class_of_tensors,
     like_class,
@@ -167,15 +168,15 @@ class Cloner:
         return self.memo.get(id(held), held)
 
     def _other(self, value: Any) -> Any:
+        known = self.memo.get(id(value))
+        if known is not None:
+            return known
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self._clone(value.__self__))
         if isinstance(value, _SHARED):
             return value
-        if isinstance(value, weakref.ref):
-            return self._weak(value)
-        known = self.memo.get(id(value))
-        if known is not None:
-            return known
+        if isinstance(value, (weakref.ref, KeptIterator)):
+            return self._referring(value)
         self.keep.append(value)
         if type(value) in WEAK_DICTS:
             made = self.memo[id(value)] = copy.copy(value)
@@ -197,6 +198,12 @@ class Cloner:
                 return value
             return rebuilt(content, self._clone, lambda made: self.memo.update({id(value): made}))
         return self._object(value)
+
+    def _referring(self, value: weakref.ref[Any] | KeptIterator) -> Any:
+        """Return a weak reference to the copy, or what stands for an iterator here."""
+        if isinstance(value, KeptIterator):
+            return self.memo.get(id(value.of), value.of)
+        return self._weak(value)
 
     def _weak(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
         """Return a weak reference to the copy; to the value itself if the copy does not keep it.
@@ -303,16 +310,19 @@ def parameter_like(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Pa
 
 
 def clone_module(
-    module: torch.nn.Module, tensor_map: Callable[[torch.Tensor], Any]
+    module: torch.nn.Module,
+    tensor_map: Callable[[torch.Tensor], Any],
+    known: Mapping[int, Any] | None = None,
 ) -> tuple[torch.nn.Module, dict[int, Any]]:
     """Copy a module and the Python state below it.
 
-    Each tensor is replaced by `tensor_map(tensor)`.
+    Each tensor is replaced by `tensor_map(tensor)`, and what is in `known` by what that has.
 
     Returns:
         The copy, and all copies by the id of the original (tensors included).
     """
     cloner = Cloner(tensor_map)
+    cloner.memo.update(known or {})
     return cloner.clone(module), cloner.memo
 
 

@@ -48,8 +48,8 @@ _GLOBAL = (
 )
 
 
-def _sources(roots: list[Any]) -> list[Any]:
-    """Find the random generators that modules and arguments refer to."""
+def reached(roots: list[Any]) -> list[Any]:
+    """Return the objects that modules and arguments refer to, but tensors and atoms."""
 
     def parts(value: Any) -> list[Any]:
         if isinstance(value, _BARE):
@@ -60,8 +60,7 @@ def _sources(roots: list[Any]) -> list[Any]:
             if type(part) not in _PASSED and (type(part) not in _CONTAINERS or part)
         ]
 
-    found = pytree.walk(roots, parts)
-    return [value for value in found if isinstance(value, _KINDS)]
+    return list(pytree.walk(roots, parts))
 
 
 def _of(source: Any) -> _HostGenerator:
@@ -95,7 +94,8 @@ class _States:
     """The states of the host's generators at one time."""
 
     def __init__(self, roots: list[Any]) -> None:
-        generators = (*_GLOBAL, *map(_of, _sources(roots)))
+        held = [value for value in reached(roots) if isinstance(value, _KINDS)]
+        generators = (*_GLOBAL, *map(_of, held))
         self.before = [(one, one.state()) for one in generators]
 
     def drawn(self) -> str | None:
