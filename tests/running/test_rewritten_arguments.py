@@ -127,17 +127,18 @@ def test_a_write_to_a_complex_argument_is_refused():
 
 
 class Activations(Saves):
-    """Eager PyTorch keeps results (a mask and a buffer among them) and the attribute it leaves."""
+    """Eager PyTorch keeps results, a mask and a buffer among them, another buffer, an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("table", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         mask, self.left = (x > 0).float(), torch.exp(self.linear(x))
         y = torch.tanh(self.left * mask)
         self.scale.mul_(0.9)
-        return self.linear(y * 2) * self.scale, y[2], mask, self.scale
+        return self.linear(y * self.table) * self.scale, y[2], mask, self.scale
 
 
 RESULTS: list[tuple[str, Callable[[Activations, tuple[torch.Tensor, ...]], object]]] = [
@@ -145,11 +146,12 @@ RESULTS: list[tuple[str, Callable[[Activations, tuple[torch.Tensor, ...]], objec
     ("result 1", lambda module, out: out[1].detach().mul_(0.5)),
     ("result 2", lambda module, out: halve(out[2])),
     ("result 3", lambda module, out: halve(out[3])),
+    ("the buffer 'table'", lambda module, out: halve(module.table)),
     ("the attribute 'left'", lambda module, out: halve(module.left)),
 ]
 
 
-def test_a_write_to_a_result_that_eager_keeps_is_refused():
+def test_a_write_to_a_result_or_buffer_that_eager_keeps_is_refused():
     """And to others it leaves eager's gradient; a refusal changes nothing for the next step."""
     want = None
     for device in ("cpu", "cuda"):
@@ -163,6 +165,7 @@ def test_a_write_to_a_result_that_eager_keeps_is_refused():
                 with pytest.raises(PortError, match=f"{what} of a call of Activations was written"):
                     out[0].sum().backward()
             module.scale.fill_(1)
+            module.table.fill_(2)
             out = module(x)
             halve(out[0])
             out[0].square().sum().backward()

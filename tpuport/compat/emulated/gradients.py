@@ -341,9 +341,9 @@ class DifferentiatedCall:
     constant: list[int] = field(default_factory=list)
     # The parameters (by name) and arguments (by number) that torch would save for backward.
     saved: dict[str | int, torch.Tensor] = field(default_factory=dict)
-    # The results that torch would save, and the arrays of the floating outputs until these are
-    # known.
-    results_saved: list[Kept] = field(default_factory=list)
+    # The results and buffers that torch would save, and the arrays of the floating outputs until
+    # these are known.
+    others_saved: list[Kept] = field(default_factory=list)
     arrays: list[jax.Array] = field(default_factory=list)
     # Whether a backward pass ends at the arguments and the state, instead of flowing on.
     ends_here: bool = False
@@ -450,7 +450,7 @@ class DifferentiatedCall:
 
     def kept_for_backward(self) -> list[Kept]:
         """Return what torch would save, as it was at the end of the call."""
-        return [*kept_inputs(self.prepared, self.unwritten().items()), *self.results_saved]
+        return [*kept_inputs(self.prepared, self.unwritten().items()), *self.others_saved]
 
     def values(self) -> dict[_Place, Any]:
         """Return the arrays of the results and of the state among the floating outputs."""

@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.left_tensors import LeftTensors, in_memory_of, owner_of, view_of
-from tpuport.compat.emulated.rewritten import kept_results
+from tpuport.compat.emulated.rewritten import kept_buffers, kept_results
 from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.emulated.structures import Structures
@@ -444,7 +444,8 @@ class LiveModel(PortedModel):
         results, self._left.flowing = call.results(list(flows))
         self._left.leaves, self._left.written = call.leaves_by_name(), call.written_indices()
         out = self._finish(prepared, results)
-        call.results_saved = kept_results(saved, call.values, out, self._left.flowing)
+        kept = kept_results(saved, call.values, out, self._left.flowing)
+        call.others_saved = kept + kept_buffers(saved, prepared, self._tree)
         call.arrays.clear()
         return out, prepared.state
 

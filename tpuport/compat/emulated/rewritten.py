@@ -12,6 +12,7 @@ from tpuport.foundation.interop import backend
 from tpuport.model.parity.saved_inputs import Saved
 from tpuport.model.program_cache import BoundCall
 from tpuport.tracing.core.arguments import argument_name
+from tpuport.tracing.state.module_state import StateTree
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -83,6 +84,22 @@ def kept_results(
             if isinstance(tensor, torch.Tensor)
             and isinstance(then := arrays.get(place), jax.Array)
             and _is_on_cpu(then)
+        ]
+
+
+def kept_buffers(saved: Saved, call: BoundCall, tree: StateTree) -> list[Kept]:
+    """Return what eager keeps of the buffers that a call only reads.
+
+    A kernel that writes to one, such as a running mean, does so past torch's version counter.
+    """
+    changed = call.compiled.outcome.changed
+    names = [name for name in saved.left if name in tree.registered and name not in changed]
+    instead = "write to it before the call or after the backward pass"
+    with torch._C.DisableTorchFunction():
+        return [
+            Kept(f"the buffer {name!r}", tree.leaves[name].data, then, instead)
+            for name in names
+            if isinstance(then := call.state.get(name), jax.Array) and _is_on_cpu(then)
         ]
 
 
