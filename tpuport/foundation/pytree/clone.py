@@ -8,7 +8,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from tpuport.foundation.pytree.children import (
     refill,
     slots_of,
 )
-from tpuport.foundation.pytree.kept_iterators import KeptIterator
+from tpuport.foundation.pytree.kept_iterators import KeptIterator, is_kept
 from tpuport.foundation.pytree.tensor_classes import (
     is_class_of_tensors,
     like_class,
@@ -59,10 +59,17 @@ _OF_MODULES = frozenset(n for n, v in torch.nn.Module().__dict__.items() if type
 
 
 class Cloner:
-    """Copies modules, containers and plain objects; tensors go through `tensor_map`."""
+    """Copies modules, containers and plain objects; tensors go through `tensor_map`.
 
-    def __init__(self, tensor_map: Callable[[torch.Tensor], Any]) -> None:
-        self.tensor_map = tensor_map
+    With a `refusal` the copy has no iterators, but what raises it where code advances them.
+    """
+
+    def __init__(
+        self,
+        tensor_map: Callable[[torch.Tensor], Any],
+        refusal: Callable[[], Exception] | None = None,
+    ) -> None:
+        self.tensor_map, self.refusal = tensor_map, refusal
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
         self._cells: list[types.CellType] = []
@@ -123,7 +130,17 @@ class Cloner:
                 known = self.memo[id(value)] = like_class(self.tensor_map(value), value)
                 self.keep.append(value)
             return known
+        if self.refusal is not None and is_kept(value):
+            return self._iterator(value, self.refusal)
         return self._other(value)
+
+    def _iterator(self, value: Any, refusal: Callable[[], Exception]) -> KeptIterator:
+        """Return what stands for an iterator, or for what one of another copy stands for."""
+        of = value.of if isinstance(value, KeptIterator) else value
+        if id(of) not in self.memo:
+            self.keep.append(of)
+            self.memo[id(of)] = KeptIterator(of, refusal)
+        return self.memo[id(of)]
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         """Return a function that refers to the copies where this one refers to modules or tensors.
@@ -200,9 +217,9 @@ class Cloner:
         return self._object(value)
 
     def _referring(self, value: weakref.ref[Any] | KeptIterator) -> Any:
-        """Return a weak reference to the copy, or what stands for an iterator here."""
+        """Return a weak reference to the copy, or the iterator that a value stands for."""
         if isinstance(value, KeptIterator):
-            return self.memo.get(id(value.of), value.of)
+            return value.of
         return self._weak(value)
 
     def _weak(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
@@ -312,17 +329,16 @@ def parameter_like(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Pa
 def clone_module(
     module: torch.nn.Module,
     tensor_map: Callable[[torch.Tensor], Any],
-    known: Mapping[int, Any] | None = None,
+    refusal: Callable[[], Exception] | None = None,
 ) -> tuple[torch.nn.Module, dict[int, Any]]:
     """Copy a module and the Python state below it.
 
-    Each tensor is replaced by `tensor_map(tensor)`, and what is in `known` by what that has.
+    Each tensor is replaced by `tensor_map(tensor)`; for `refusal` see `Cloner`.
 
     Returns:
         The copy, and all copies by the id of the original (tensors included).
     """
-    cloner = Cloner(tensor_map)
-    cloner.memo.update(known or {})
+    cloner = Cloner(tensor_map, refusal)
     return cloner.clone(module), cloner.memo
 
 

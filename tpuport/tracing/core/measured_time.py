@@ -29,6 +29,7 @@ class MeasuredTicks(_Measured, int):
 
 
 MEASURED = (MeasuredSeconds, MeasuredTicks)
+KINDS = frozenset(MEASURED)
 
 
 def measured(number: Any, place: str) -> Any:
@@ -48,7 +49,7 @@ def refuse_measured(values: Iterable[Any]) -> None:
         PortError: there is one.
     """
     for value in values:
-        if type(value) in MEASURED:
+        if type(value) in KINDS:
             raise lasting("an operation of torch gets", value)
 
 

@@ -48,8 +48,8 @@ _GLOBAL = (
 )
 
 
-def reached(roots: list[Any]) -> list[Any]:
-    """Return the objects that modules and arguments refer to, but tensors and atoms."""
+def _sources(roots: list[Any]) -> list[Any]:
+    """Find the random generators that modules and arguments refer to."""
 
     def parts(value: Any) -> list[Any]:
         if isinstance(value, _BARE):
@@ -60,7 +60,8 @@ def reached(roots: list[Any]) -> list[Any]:
             if type(part) not in _PASSED and (type(part) not in _CONTAINERS or part)
         ]
 
-    return list(pytree.walk(roots, parts))
+    found = pytree.walk(roots, parts)
+    return [value for value in found if isinstance(value, _KINDS)]
 
 
 def _of(source: Any) -> _HostGenerator:
@@ -94,8 +95,7 @@ class _States:
     """The states of the host's generators at one time."""
 
     def __init__(self, roots: list[Any]) -> None:
-        held = [value for value in reached(roots) if isinstance(value, _KINDS)]
-        generators = (*_GLOBAL, *map(_of, held))
+        generators = (*_GLOBAL, *map(_of, _sources(roots)))
         self.before = [(one, one.state()) for one in generators]
 
     def drawn(self) -> str | None:

@@ -1,25 +1,14 @@
 """Iterators that a module keeps: a call that advances one gives another result each time."""
 
-from typing import Any
-
-from tpuport.foundation.pytree.kept_iterators import KeptIterator, is_kept
+from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.guards.host_randomness import reached
 
 
-def stand_ins(module: Any) -> dict[int, KeptIterator]:
-    """Return what stands for the iterators of a module in a copy of it, by their ids.
+def advances_iterator() -> PortError:
+    """Return the refusal of a call that advances an iterator of its module.
 
     A trace, and the run of eager PyTorch that it is compared with, would advance the user's own.
     """
-    found: dict[int, KeptIterator] = {}
-    for one in filter(is_kept, reached([module])):
-        made = one if isinstance(one, KeptIterator) else KeptIterator(one, _refusal)
-        found[id(made.of)] = made
-    return found
-
-
-def _refusal() -> Exception:
     return port_error(
         "the call advances an iterator that the module keeps; a program would give the item of its"
         " trace at every call",
