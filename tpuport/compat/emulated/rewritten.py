@@ -67,7 +67,7 @@ def kept_results(
     results, arrays = pytree.flatten(out)[0], values()
     # A number that eager gives and a program counts as a tensor would move the results behind it.
     found: dict[Any, Any] = {}
-    if saved.count == len(results):
+    if saved.total == len(results):
         found |= {index: results[index] for index in saved.results}
     found |= {name: left[name] for name in saved.left if name in left}
     with torch._C.DisableTorchFunction():
@@ -75,7 +75,7 @@ def kept_results(
             # Without the graph, of which what is kept here is a part; in the same memory. One
             # without a graph may yet be put into that of a buffer.
             Kept(
-                _result(place, saved.count),
+                _result(place, saved.total),
                 tensor.data if tensor.requires_grad else tensor,
                 then,
                 _OUT_OF_PLACE,

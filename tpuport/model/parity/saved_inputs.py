@@ -18,14 +18,14 @@ class Saved(NamedTuple):
         arguments: the arguments, by number.
         results: the results, by number.
         left: other tensors of the module after the call, by name.
-        count: how many results there are.
+        total: how many results there are.
     """
 
     names: frozenset[str] = frozenset()
     arguments: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
     left: frozenset[str] = frozenset()
-    count: int = 0
+    total: int = 0
 
 
 def saved_inputs(found: Reference) -> Saved:
