@@ -510,3 +510,40 @@ def test_a_constant_that_the_first_call_leaves_shares_memory_with_a_result():
         assert made.tolist() == [4.0] * 3
         assert (module.kept.device.type, module.host.device.type) == ("cuda", "cpu")
         assert module(torch.ones(2, 3).to("cuda"))[1].tolist() == [1.0] * 3
+
+
+class KeepsOldest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("kept", torch.zeros(2, 3))
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        if x.sum() > 0:
+            self.kept = y
+        return y
+
+
+@pytest.mark.parametrize("last", [-1.0, 1.0])
+def test_a_graph_that_data_decides_on_under_no_grad_is_eagers(last):
+    """The branch leaves the tensor of the first call, with its graph, or one without."""
+    gradients = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        with tpuport.porting():
+            module = KeepsOldest().to(device)
+            module(torch.ones(2, 3).to(device))
+            if device == "cuda":
+                with pytest.warns(PortWarning, match="with its graph, or another one without"):
+                    with torch.no_grad():
+                        module(torch.full((2, 3), last).to(device))
+            else:
+                with torch.no_grad():
+                    module(torch.full((2, 3), last))
+            (module.kept.sum() + module.linear.bias.sum()).backward()
+            gradients.append((module.kept.requires_grad, module.linear.weight.grad))
+    (want, of), (have, other) = gradients
+    assert have == want == (last < 0)
+    assert (of is None) == (other is None)
+    assert of is None or torch.allclose(other.cpu(), of, rtol=1e-5, atol=1e-6)
