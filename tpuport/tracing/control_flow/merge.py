@@ -608,8 +608,9 @@ def _merged_leaves(
             if like is not None and like.shape == value.shape:
                 tensor = TracedTensor(Storage(value, trace), (), like, value, flow)
             tensor._or_number = any(map(may_be_number, (one, other)))
+            is_either = flow is Flow.HIDDEN and any(map(_has_graph, (one, other)))
             tensor = joined(trace, tensor, one, other, sizes[index])
-            tensor._may_keep_graph = flow is Flow.HIDDEN and any(map(_has_graph, (one, other)))
+            tensor._may_keep_graph = is_either  # type: ignore[attr-defined]
             leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)
