@@ -126,17 +126,19 @@ def run(script: Script, device: str, path: Path) -> list[tuple[str, Any]]:
     net, seen = names["Net"]().to(device), []
     for number, (asks, loss) in enumerate(zip(script.asks, script.losses, strict=True)):
         x = (torch.arange(9.0).reshape(3, 3) / 9 - 0.1 * number).to(device)
-        found: list[Any] = []
         extra: list[Any] = []
         results = net(x)
-        scope = {"net": net, "x": x, "results": results, "found": found, "extra": extra}
+        scope = {"net": net, "x": x, "results": results, "extra": extra}
         scope |= {"torch": torch, "grad": torch.autograd.grad}
-        for statement in asks:
-            seen += _done(statement, scope)
+        # By statement: in which order hooks of several tensors are called is docs/promises.md.
+        lists: list[list[Any]] = [[] for _ in asks]
+        for statement, found in zip(asks, lists, strict=True):
+            seen += _done(statement, {**scope, "found": found})
         scope["loss"] = loss
         seen += _done(f"(({loss}) + sum(extra)).backward()", scope)
         tensors = [*results, net.kept, x, net.a, net.b]
-        seen += [(f"found {i}", _kept(one)) for i, one in enumerate(found)]
+        gathered = [one for found in lists for one in found]
+        seen += [(f"found {i}", _kept(one)) for i, one in enumerate(gathered)]
         for index, one in enumerate(tensors):
             seen.append((f"call {number}, tensor {index}", _kept(one)))
             seen.append((f"call {number}, gradient {index}", _kept(getattr(one, "grad", None))))

@@ -140,6 +140,8 @@ _SIZE = 4
 _STATEFUL = ("Running", "Caches", "BatchNorm", "spectral_norm")
 # What eager PyTorch refuses of views and versions, and a port may not.
 _OF_AUTOGRAD = ("modified by an inplace", "A view was created", "a view of a leaf")
+# And of checkpoints, and of dtypes by autocast's lists for a CPU, which are not those for CUDA.
+_OF_AUTOGRAD += ("When use_reentrant=True", "must have the same scalar type")
 
 
 def listed(text: str) -> list[str]:
@@ -559,7 +561,10 @@ def verdict(source: str, steps: list[str], folder: Path) -> tuple[str, str]:
         with tpuport.porting():
             got = run(source, steps, "cuda", path)
         for index, (want, have) in enumerate(zip(expected, got, strict=False)):
-            kind, what = _compared(*want, *have)
+            known = steps[: int(want[0].split(",")[0].removeprefix("step ")) + 1]
+            # Rounding to bfloat16 in other places, which the weights keep.
+            is_coarse = any("autocast" in step for step in known)
+            kind, what = _compared(*want, *have, is_coarse=is_coarse)
             if kind == "passes":
                 continue
             if isinstance(want[1], tuple) and isinstance(have[1], tuple):
@@ -569,7 +574,7 @@ def verdict(source: str, steps: list[str], folder: Path) -> tuple[str, str]:
     return ("passes" if len(expected) == len(got) else "differs"), ""
 
 
-def _compared(name: str, want: Any, same: str, have: Any) -> tuple[str, str]:
+def _compared(name: str, want: Any, same: str, have: Any, *, is_coarse: bool) -> tuple[str, str]:
     if isinstance(have, PortError) and not isinstance(have, ParityError):
         return "refused", str(have).partition("\n")[0]
     if name != same or type(want) is not type(have) or isinstance(have, ParityError):
@@ -578,7 +583,10 @@ def _compared(name: str, want: Any, same: str, have: Any) -> tuple[str, str]:
         (a, *kind), (b, *other) = want, have
         if a.shape != b.shape or kind != other:
             return "differs", f"{name}: {a.shape}, {kind}; port: {b.shape}, {other}"
-        if not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
+        near: Any = {"rtol": 1e-3, "atol": 1e-5}
+        if is_coarse and a.is_floating_point() and a.numel():
+            near = {"rtol": 2e-2, "atol": 2e-2 * float(a.abs().nan_to_num().max())}
+        if not torch.allclose(a, b, **near, equal_nan=True):
             return "differs", f"{name}: {a.tolist()}; port: {b.tolist()}"
     elif not isinstance(want, Exception) and want != have:
         return "differs", f"{name}: {want}; port: {have}"

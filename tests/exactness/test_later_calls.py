@@ -219,11 +219,12 @@ def test_another_memory_of_a_global_counts():
 class Merging(nn.Module):
     """Adds its adapter to the weight in evaluation mode, as loralib does."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 3) -> None:
         super().__init__()
-        self.base, self.merged = nn.Linear(3, 3), False
+        self.base, self.merged = nn.Linear(size, size), False
         self.base.weight.requires_grad = False
-        self.down, self.up = nn.Parameter(torch.full((2, 3), 0.1)), nn.Parameter(torch.ones(3, 2))
+        self.down = nn.Parameter(torch.full((2, size), 0.1))
+        self.up = nn.Parameter(torch.ones(size, 2))
 
     def train(self, mode: bool = True) -> "Merging":
         super().train(mode)
@@ -254,3 +255,18 @@ def test_a_mode_that_writes_weights_does_so_to_the_port_alone():
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert model.training
     assert not model.merged
+
+
+@pytest.mark.parametrize("size", [3, 256])  # a large weight shares its memory with the array
+def test_what_the_original_becomes_is_not_the_ports(size: int):
+    torch.manual_seed(0)
+    model, x = Merging(size), torch.linspace(-1, 1, 2 * size).view(2, size)
+    eager, ported = copy.deepcopy(model), tpuport.convert(model, verify=False)
+    model.eval()
+    with torch.no_grad():
+        model.up.mul_(3)
+    ported.eval()
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), eager.eval()(x).detach())
+    weight = ported.module.base.weight
+    torch.testing.assert_close(weight, eager.base.weight)
+    torch.testing.assert_close(ported.module.up, eager.up)

@@ -9,6 +9,7 @@ Contents:
 import math
 import random
 from collections.abc import Callable
+from math import isfinite, sqrt
 from typing import Any
 
 import jax
@@ -126,9 +127,9 @@ def _of_math(x: torch.Tensor) -> torch.Tensor:
     a, b = x[0].item(), x[1].item()
     found = [getattr(math, name)(a) for name in _OF_ONE]
     found += [getattr(math, name)(a, b) for name in _OF_TWO]
-    found += [math.acosh(1 + a), math.sqrt(x[0]), math.pow(2, a), math.sqrt(4.0)]
+    found += [math.acosh(1 + a), math.sqrt(x[0]), math.pow(2, a), math.sqrt(4.0), sqrt(b)]
     found = [float(one) for one in found]
-    tests = [math.isnan(a), math.isinf(a), math.isfinite(b), math.isclose(a, b, rel_tol=0.5)]
+    tests = [math.isnan(a), math.isinf(a), isfinite(b), math.isclose(a, b, rel_tol=0.5)]
     return torch.tensor(found) + 0 * x[0], torch.tensor(tests)
 
 

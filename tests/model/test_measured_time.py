@@ -1,13 +1,17 @@
 """Times that a forward measures: a program would give those of its trace at every call."""
 
 import time
+from datetime import datetime
+from time import perf_counter as now
+from time import time_ns
+from timeit import default_timer
 
 import pytest
 import torch
 from torch import nn
 
 import tpuport
-from tpuport.foundation.errors import PortError
+from tpuport.foundation.errors import ParityError, PortError
 from tpuport.tracing.core.measured_time import MeasuredSeconds, MeasuredTicks, measured
 
 
@@ -44,6 +48,29 @@ def test_a_time_that_leaves_the_call_is_refused(mode: str, what: str) -> None:
     assert raised.value.code == "TPU402"
     assert "--eager" in (raised.value.remedy or "")
     assert "time." in str(raised.value.source_line)
+
+
+@pytest.mark.parametrize(
+    ("use", "what"),
+    [
+        (lambda x: (x, now()), "the result holds"),
+        (lambda x: (x, default_timer()), "the result holds"),
+        (lambda x: x * (now() % 1), "an operation of torch gets"),
+        (lambda x: torch.full((3,), fill_value=time_ns()) + x, "an operation of torch gets"),
+        (lambda x: (torch.manual_seed(time_ns()), torch.rand(3) * x)[1], "an operation of torch"),
+    ],
+)
+def test_clocks_that_code_imported_by_name_are_seen(use, what: str) -> None:
+    held = now, time_ns, default_timer
+    with pytest.raises(PortError, match=f"{what} .*a time") as raised:
+        tpuport.convert(use, verify=False)(torch.ones(3))
+    assert raised.value.code == "TPU402"
+    assert held == (now, time_ns, default_timer) == (time.perf_counter, time.time_ns, now)
+
+
+def test_a_date_that_leaves_the_call_is_compared() -> None:
+    with pytest.raises(ParityError, match=r"output\[1\]: datetime"):
+        tpuport.convert(lambda x: (x + 1, datetime.now()))(torch.ones(3))
 
 
 def test_a_time_that_stays_inside_is_no_worse() -> None:

@@ -444,3 +444,106 @@ def test_a_result_that_is_a_plain_attribute_which_the_call_wrote_is_that_tensor(
     expected = seen("cpu")
     with tpuport.porting():
         assert seen("cuda") == expected
+
+
+class ReturnsParts(nn.Module):
+    """Returns results that are views of one another, with a graph, without one, and constants."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y, mask = torch.tanh(self.linear(x)) * 2, torch.ones(3, device=x.device)
+        return y[:, 0], y, y.detach()[1:], y.t(), mask, mask.view(1, 3)
+
+
+def test_results_that_are_views_of_one_another_see_writes_and_gradients():
+    """In place through a view, to its base, without a graph; hooks and gradients of either."""
+    seen = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        with tpuport.porting():
+            module, found = ReturnsParts().to(device), []
+            x = torch.linspace(-1, 1, 6).reshape(2, 3).to(device)
+            out = module(x)
+            out[0].retain_grad()
+            out[1].register_hook(lambda gradient, found=found: found.append(gradient))
+            (out[0].square().sum() + out[1].sum() + out[3].square().sum()).backward()
+            found += [out[0].grad, module.linear.weight.grad.clone()]
+            out = module(x)
+            out[0].mul_(3)
+            out[1].sum().backward()
+            found += [module.linear.weight.grad, *out]
+            out = module(x)
+            out[2].zero_()
+            out[5].add_(1)
+            found += out
+            with torch.no_grad():
+                out = module(x)
+                out[3].div_(2)
+            found += out
+        seen[device] = [t.detach().cpu() for t in found]
+        seen[device].append(torch.tensor([t.requires_grad for t in out]))
+    for want, have in zip(seen["cpu"], seen["cuda"], strict=True):
+        torch.testing.assert_close(have, want, rtol=1e-4, atol=1e-5)
+
+
+class LeavesConstants(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.kept, self.host = nn.Linear(3, 3), None, None
+
+    def forward(self, x):
+        made = torch.zeros(3, device=x.device) + 1
+        self.kept, self.host = made.detach(), torch.ones(2)
+        return self.linear(x).sum(), made
+
+
+def test_a_constant_that_the_first_call_leaves_shares_memory_with_a_result():
+    with tpuport.porting():
+        module = LeavesConstants().to("cuda")
+        _, made = module(torch.ones(2, 3).to("cuda"))
+        made.mul_(3)
+        assert module.kept.tolist() == [3.0] * 3
+        module.kept.add_(1)
+        assert made.tolist() == [4.0] * 3
+        assert (module.kept.device.type, module.host.device.type) == ("cuda", "cpu")
+        assert module(torch.ones(2, 3).to("cuda"))[1].tolist() == [1.0] * 3
+
+
+class KeepsOldest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("kept", torch.zeros(2, 3))
+
+    def forward(self, x):
+        y = self.linear(x).tanh()
+        if x.sum() > 0:
+            self.kept = y
+        return y
+
+
+@pytest.mark.parametrize("last", [-1.0, 1.0])
+def test_a_graph_that_data_decides_on_under_no_grad_is_eagers(last):
+    """The branch leaves the tensor of the first call, with its graph, or one without."""
+    gradients = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        with tpuport.porting():
+            module = KeepsOldest().to(device)
+            module(torch.ones(2, 3).to(device))
+            if device == "cuda":
+                with pytest.warns(PortWarning, match="with its graph, or another one without"):
+                    with torch.no_grad():
+                        module(torch.full((2, 3), last).to(device))
+            else:
+                with torch.no_grad():
+                    module(torch.full((2, 3), last))
+            (module.kept.sum() + module.linear.bias.sum()).backward()
+            gradients.append((module.kept.requires_grad, module.linear.weight.grad))
+    (want, of), (have, other) = gradients
+    assert have == want == (last < 0)
+    assert (of is None) == (other is None)
+    assert of is None or torch.allclose(other.cpu(), of, rtol=1e-5, atol=1e-6)

@@ -57,7 +57,8 @@ class PortedState:
         self.params: dict[str, jax.Array] = {}
         self.buffers: dict[str, jax.Array] = {}
         # The values that the module has.
-        self._loaded: dict[str, weakref.ref[jax.Array]] = {}
+        # What was made of each tensor of the user's module, and the tensor's version then.
+        self._loaded: dict[str, tuple[weakref.ref[jax.Array], int | None]] = {}
         master = None
         if is_module:
             master, _ = clone_module(target, lambda t: t)
@@ -126,7 +127,8 @@ class PortedState:
                 target[name] = stand_in
             else:
                 target[name] = shared_memory.to_jax(leaf)
-                self._loaded[name] = weakref.ref(target[name])
+                version = None if leaf.is_inference() else leaf._version
+                self._loaded[name] = weakref.ref(target[name]), version
 
     @property
     def module(self) -> torch.nn.Module:
@@ -141,12 +143,27 @@ class PortedState:
             UsageError: A function was ported, not a module.
         """
         if self._edits is None:
+            shown = self._unwritten()
             self._replace_module(clone_module(self._module, Copies())[0])
-            self._watch({name: array() for name, array in self._loaded.items()})
+            self._watch(shown)
         else:
             self._edits.take(self)
             self._watch(self._edits.values)
         return self._module
+
+    def _unwritten(self) -> dict[str, jax.Array]:
+        """Return the arrays whose values the tensors of the module still have.
+
+        They are those of the module that was converted, to which its owner may have written.
+        """
+        leaves = state_tree(self._module).leaves
+        found = {}
+        for name, (reference, version) in self._loaded.items():
+            array, leaf = reference(), leaves.get(name)
+            if array is not None and isinstance(leaf, torch.Tensor):
+                if shared_memory.is_unwritten(leaf, array, version):
+                    found[name] = array
+        return found
 
     def _watch(self, shown: Mapping[str, Any]) -> None:
         """Look for edits of the module from here on, which has the values `shown`."""

@@ -15,7 +15,7 @@ from jax.interpreters import ad
 
 from tpuport.compat.emulated.batched_gradients import row_by_row
 from tpuport.compat.emulated.inner_outputs import InnerOutputs, retain_gradient
-from tpuport.compat.emulated.rewritten import refuse_rewritten
+from tpuport.compat.emulated.rewritten import Kept, kept_inputs, refuse_rewritten
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.emulated.taps import host_leaf, tapped, with_leaf_taps
 from tpuport.foundation.errors import PortError
@@ -341,6 +341,10 @@ class DifferentiatedCall:
     constant: list[int] = field(default_factory=list)
     # The parameters (by name) and arguments (by number) that torch would save for backward.
     saved: dict[str | int, torch.Tensor] = field(default_factory=dict)
+    # The results and buffers that torch would save, and the arrays of the floating outputs until
+    # these are known.
+    others_saved: list[Kept] = field(default_factory=list)
+    arrays: list[jax.Array] = field(default_factory=list)
     # Whether a backward pass ends at the arguments and the state, instead of flowing on.
     ends_here: bool = False
     # The leaves that the call makes, and the outputs that others are computed from.
@@ -366,6 +370,7 @@ class DifferentiatedCall:
         """Run forward and return the floating outputs, in order."""
         prepared = self.prepared
         flows, self.pull, self.rest, self.reached = prepared.run()
+        self.arrays = flows
         porting = active()
         if porting is not None and porting.hooks.keeps is not None:
             porting.hooks.keeps(self.kept())
@@ -442,6 +447,17 @@ class DifferentiatedCall:
         _, (_, mutated, *_) = self.rest
         written = {int(index) for index in mutated} | set(self.written_indices())
         return {key: tensor for key, tensor in self.saved.items() if key not in written}
+
+    def kept_for_backward(self) -> list[Kept]:
+        """Return what torch would save, as it was at the end of the call."""
+        return [*kept_inputs(self.prepared, self.unwritten().items()), *self.others_saved]
+
+    def values(self) -> dict[_Place, Any]:
+        """Return the arrays of the results and of the state among the floating outputs."""
+        stays, known = self.rest[0], self.prepared.compiled.outcome.flows
+        numbers = _numbers(stays, () if known is None else known.state, ())
+        found: dict[_Place, Any] = dict(enumerate(stays))
+        return found | {place: self.arrays[number] for place, number in numbers.items()}
 
     def written_indices(self) -> tuple[int, ...]:
         """Return the arguments that the call gives a value with a graph, by index."""
@@ -578,7 +594,7 @@ class Through(torch.autograd.Function):
             return (None,) * len(ctx.needs_input_grad)
         kept = ctx.saved_tensors[0]
         call, tensors = kept._tpuport_kept
-        refuse_rewritten(call.prepared, call.name, call.unwritten().items())
+        refuse_rewritten(call.name, call.kept_for_backward())
         used = [i for i, g in enumerate(gradients) if g is not None]
         asked = () if call.ends_here else call.inner.asked()
         for index, error in call.prepared.compiled.run.derived.get(REFUSED, {}).items():

@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
-from tpuport.foundation.interop.device_mark import tag
+from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.model.parity.verify import Reference
 from tpuport.tracing.core.arguments import flatten_call
 from tpuport.tracing.state.module_state import StateTree, state_tree
@@ -41,6 +41,9 @@ class LeftTensors:
         # What they share memory with, and the user's tensor for it if it was there before the call.
         self._owners: dict[str, tuple[Alias, Any]] = {}
         self._made: dict[str, torch.Tensor] = {}
+        # The memory of this call's constants, by that of the trace's.
+        self._constants: dict[int, torch.UntypedStorage] = {}
+        self._of_constants: set[str] = set()
 
     def note(self, outcome: TraceResult, values: Mapping[str, jax.Array]) -> None:
         """Add what a program did; `values` is the state after it."""
@@ -56,7 +59,7 @@ class LeftTensors:
         arguments: list[Any],
         results: list[Any],
     ) -> None:
-        """Find what the tensors share, and put them for the results that they are.
+        """Find what the tensors and the results share, and put those for results that they are.
 
         Args:
             outcome: the outcome of the program.
@@ -64,6 +67,7 @@ class LeftTensors:
             arguments: the leaves of its arguments.
             results: its results, which are changed.
         """
+        _share_siblings(outcome, results)
         for name, alias in outcome.state_aliases.items():
             of = alias.of
             is_result = isinstance(of, Sibling)
@@ -93,7 +97,17 @@ class LeftTensors:
 
     def constant(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return this call's own tensor for a constant that it left under a name."""
-        return self._made[name] if name in self._made else value.clone()
+        if name in self._made:
+            return self._made[name]
+        if value.layout is not torch.strided:
+            return value.clone()
+        self._of_constants.add(name)
+        with torch._C.DisableTorchFunction():
+            memory = value.untyped_storage()
+            own: Any = self._constants.setdefault(memory._cdata, memory.clone())
+            made = torch.empty(0, dtype=value.dtype)
+            made.set_(own, value.storage_offset(), value.size(), value.stride())
+            return tag(made) if is_tagged(value) else made
 
     def leaf(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return the leaf that the call left under a name, for the tensor of the ported copy."""
@@ -137,6 +151,7 @@ class LeftTensors:
         for result, alias in results:
             is_computed = alias.of in self.computed
             is_own = alias.of in tree.registered or alias.of in self._metas
+            is_own |= alias.of in self._of_constants
             owner = tree.leaves.get(str(alias.of)) if is_own else None
             if not isinstance(owner, torch.Tensor) or not (alias.is_same or alias.is_exact):
                 continue
@@ -194,6 +209,21 @@ def view_of(owner: torch.Tensor, alias: Alias, requires_grad: bool = False) -> t
         # A view that was taken under no_grad would raise in code of ours that asks for its graph,
         # once its base was written to: this is a leaf of its own, as eager's is.
         return tag(view.requires_grad_() if requires_grad and alias.is_cut else view)
+
+
+def _share_siblings(outcome: TraceResult, results: list[Any]) -> None:
+    """Put views of results for the results that are views of these: writes are seen on both."""
+    for index, alias in outcome.out_aliases.items():
+        if not isinstance(alias.of, Sibling) or not (alias.is_same or alias.is_exact):
+            continue
+        owner, result = results[alias.of.index], results[index]
+        if not (isinstance(owner, torch.Tensor) and isinstance(result, torch.Tensor)):
+            continue
+        if alias.is_same:
+            results[index] = owner
+        elif owner.requires_grad or not result.requires_grad:
+            made = view_of(owner, alias, result.requires_grad)
+            results[index] = in_memory_of(made, result)
 
 
 def in_memory_of(view: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.left_tensors import LeftTensors, in_memory_of, owner_of, view_of
+from tpuport.compat.emulated.rewritten import kept_buffers, kept_results
 from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
 from tpuport.compat.emulated.structures import Structures
@@ -24,7 +25,7 @@ from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients as parity
 from tpuport.model.parity import verify
-from tpuport.model.parity.saved_inputs import saved_inputs
+from tpuport.model.parity.saved_inputs import Saved, saved_inputs
 from tpuport.model.parity.verify import Reference
 from tpuport.model.ported_model import PortedModel
 from tpuport.model.program_cache import BoundCall, CachedProgram, CallArguments, Signature
@@ -66,7 +67,7 @@ class LiveModel(PortedModel):
         self._tracer.takes_gradients = True
         self._tracer.hooked = None  # torch calls the hooks of this module's parameters itself
         self._wanted: gradients.Wanted | None = None
-        self._saved_inputs: dict[Any, tuple[frozenset[str], frozenset[int]]] = {}
+        self._saved_inputs: dict[Any, Saved] = {}
         self._compared: gradients.DifferentiatedCall | None = None
         self._script_numbers = ScriptNumbers()
         self._python_changes: list[Any] = []
@@ -405,7 +406,7 @@ class LiveModel(PortedModel):
             if index in outcome.returned:
                 continue
             owner, at = owner_of(alias, self._tree.leaves, call.leaves), alias.of
-            if at in outcome.changed:
+            if at in outcome.changed or (isinstance(at, str) and at not in self._tree.leaves):
                 self._buffer_results.append((given[index], alias))
             if isinstance(at, str) and at not in outcome.changed | outcome.bound:
                 owner = self._tree.leaves.get(at)
@@ -437,11 +438,16 @@ class LiveModel(PortedModel):
             return self._finish(prepared, prepared.run()), prepared.state
         call = gradients.DifferentiatedCall(prepared, wanted, type(self._user).__name__)
         self._compared = call if self._verifying else None
-        call.saved = self._saved_tensors(self._path_of(method, args, kwargs), prepared)
+        saved = self._saved_inputs.get(self._path_of(method, args, kwargs), Saved())
+        call.saved = self._saved_tensors(saved, prepared)
         flows = gradients.Through.apply(call, *call.inputs(tensors))
         results, self._left.flowing = call.results(list(flows))
         self._left.leaves, self._left.written = call.leaves_by_name(), call.written_indices()
-        return self._finish(prepared, results), prepared.state
+        out = self._finish(prepared, results)
+        kept = kept_results(saved, call.values, out, self._left.flowing)
+        call.others_saved = kept + kept_buffers(saved, prepared, self._tree)
+        call.arrays.clear()
+        return out, prepared.state
 
     def _refresh(self) -> None:
         """Give the copy the values of attributes that have not counted so far."""
@@ -548,13 +554,12 @@ class LiveModel(PortedModel):
     def _note_saved(self, path: Any, expected: Reference) -> None:
         self._saved_inputs[path] = saved_inputs(expected)
 
-    def _saved_tensors(self, path: Any, call: BoundCall) -> dict[str | int, torch.Tensor]:
+    def _saved_tensors(self, saved: Saved, call: BoundCall) -> dict[str | int, torch.Tensor]:
         """Return the parameters and arguments of a call that eager would save for backward."""
-        names, indices = self._saved_inputs.get(path, ((), ()))
         outcome = call.compiled.outcome
-        found = {n: self._tree.leaves.get(n) for n in names if n not in outcome.changed}
+        found = {n: self._tree.leaves.get(n) for n in saved.names if n not in outcome.changed}
         if outcome.argument_changes is None:  # numbers of arguments are those of before the call
-            found |= {i: call.leaves[i] for i in indices}
+            found |= {i: call.leaves[i] for i in saved.arguments}
         tensors = ((k, t) for k, t in found.items() if isinstance(t, torch.Tensor))
         return {key: tensor for key, tensor in tensors if not tensor.is_inference()}
 

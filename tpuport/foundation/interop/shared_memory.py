@@ -46,6 +46,26 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
     return array
 
 
+def is_unwritten(tensor: torch.Tensor, array: jax.Array, version: int | None) -> bool:
+    """Return whether a tensor is known to have the values that `to_jax` made an array of.
+
+    It is where they share memory. Of a large array on an accelerator, which takes time to read, the
+    tensor's version tells, which a write by `.data` leaves as it is.
+
+    Args:
+        tensor: the tensor.
+        array: what `to_jax` returned.
+        version: the tensor's version then, None if it has none.
+    """
+    lent = _LENT.get(id(array))
+    if lent is not None:
+        return tensor.is_contiguous() and _address(tensor) == _address(lent)
+    is_near = tensor.nbytes < _LEAST or all(d.platform == "cpu" for d in array.devices())
+    if is_near or version is None or tensor.is_inference():
+        return False
+    return tensor._version == version
+
+
 def _suits(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is large, and its memory holds what jax's array would."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in _DTYPES:

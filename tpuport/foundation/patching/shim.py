@@ -6,7 +6,7 @@ import importlib
 import pkgutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
@@ -90,6 +90,28 @@ def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
         for module, name in known.places
         if module is not home and vars(module).get(name) is original
     ]
+
+
+def everywhere(made: Iterable[tuple[Any, str, Callable[[Any], Any]]]) -> list[Replacement]:
+    """Return replacements of functions, and of their copies in other modules.
+
+    Args:
+        made: for each function its owner, its name, and what makes the replacement of it.
+    """
+    replaced: list[Replacement] = []
+    for owner, name, make in made:
+        original = original_of(owner, name)
+        function = make(original)
+        function._tpuport_original = original
+        replaced.append(Replacement(owner, name, function))
+        replaced += copies(original, function, owner)
+    return replaced
+
+
+def original_of(owner: Any, name: str) -> Any:
+    """Return a function as it is outside of all blocks: one inside of another finds its own."""
+    held = getattr(owner, name)
+    return getattr(held, "__dict__", {}).get("_tpuport_original", held)
 
 
 class _Copies(NamedTuple):
@@ -206,9 +228,10 @@ def installed(shims: Iterable[type[Shim]]) -> Iterator[None]:
     """
     token = object()
     try:
-        for shim in shims:
-            if shim.MODULE in sys.modules:
-                REPLACED.add(token, shim().replacements())
+        made = [shim() for shim in shims if shim.MODULE in sys.modules]
+        look_for_new(original for shim in made for original in shim.copied())
+        for shim in made:
+            REPLACED.add(token, shim.replacements())
         yield
     finally:
         REPLACED.remove(token)

@@ -26,6 +26,7 @@ from tpuport.foundation.pytree.children import (
     refill,
     slots_of,
 )
+from tpuport.foundation.pytree.kept_iterators import KeptIterator, is_kept
 from tpuport.foundation.pytree.tensor_classes import (
     is_class_of_tensors,
     like_class,
@@ -58,10 +59,17 @@ _OF_MODULES = frozenset(n for n, v in torch.nn.Module().__dict__.items() if type
 
 
 class Cloner:
-    """Copies modules, containers and plain objects; tensors go through `tensor_map`."""
+    """Copies modules, containers and plain objects; tensors go through `tensor_map`.
 
-    def __init__(self, tensor_map: Callable[[torch.Tensor], Any]) -> None:
-        self.tensor_map = tensor_map
+    With a `refusal` the copy has no iterators, but what raises it where code advances them.
+    """
+
+    def __init__(
+        self,
+        tensor_map: Callable[[torch.Tensor], Any],
+        refusal: Callable[[], Exception] | None = None,
+    ) -> None:
+        self.tensor_map, self.refusal = tensor_map, refusal
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
         self._cells: list[types.CellType] = []
@@ -122,7 +130,17 @@ class Cloner:
                 known = self.memo[id(value)] = like_class(self.tensor_map(value), value)
                 self.keep.append(value)
             return known
+        if self.refusal is not None and is_kept(value):
+            return self._iterator(value, self.refusal)
         return self._other(value)
+
+    def _iterator(self, value: Any, refusal: Callable[[], Exception]) -> KeptIterator:
+        """Return what stands for an iterator, or for what one of another copy stands for."""
+        of = value.of if isinstance(value, KeptIterator) else value
+        if id(of) not in self.memo:
+            self.keep.append(of)
+            self.memo[id(of)] = KeptIterator(of, refusal)
+        return self.memo[id(of)]
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         """Return a function that refers to the copies where this one refers to modules or tensors.
@@ -167,15 +185,15 @@ class Cloner:
         return self.memo.get(id(held), held)
 
     def _other(self, value: Any) -> Any:
+        known = self.memo.get(id(value))
+        if known is not None:
+            return known
         if isinstance(value, types.MethodType):
             return types.MethodType(value.__func__, self._clone(value.__self__))
         if isinstance(value, _SHARED):
             return value
-        if isinstance(value, weakref.ref):
-            return self._weak(value)
-        known = self.memo.get(id(value))
-        if known is not None:
-            return known
+        if isinstance(value, (weakref.ref, KeptIterator)):
+            return self._referring(value)
         self.keep.append(value)
         if type(value) in WEAK_DICTS:
             made = self.memo[id(value)] = copy.copy(value)
@@ -197,6 +215,12 @@ class Cloner:
                 return value
             return rebuilt(content, self._clone, lambda made: self.memo.update({id(value): made}))
         return self._object(value)
+
+    def _referring(self, value: weakref.ref[Any] | KeptIterator) -> Any:
+        """Return a weak reference to the copy, or the iterator that a value stands for."""
+        if isinstance(value, KeptIterator):
+            return value.of
+        return self._weak(value)
 
     def _weak(self, value: weakref.ref[Any]) -> weakref.ref[Any]:
         """Return a weak reference to the copy; to the value itself if the copy does not keep it.
@@ -303,16 +327,18 @@ def parameter_like(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Pa
 
 
 def clone_module(
-    module: torch.nn.Module, tensor_map: Callable[[torch.Tensor], Any]
+    module: torch.nn.Module,
+    tensor_map: Callable[[torch.Tensor], Any],
+    refusal: Callable[[], Exception] | None = None,
 ) -> tuple[torch.nn.Module, dict[int, Any]]:
     """Copy a module and the Python state below it.
 
-    Each tensor is replaced by `tensor_map(tensor)`.
+    Each tensor is replaced by `tensor_map(tensor)`; for `refusal` see `Cloner`.
 
     Returns:
         The copy, and all copies by the id of the original (tensors included).
     """
-    cloner = Cloner(tensor_map)
+    cloner = Cloner(tensor_map, refusal)
     return cloner.clone(module), cloner.memo
 
 

@@ -1,20 +1,40 @@
-"""The parameters and arguments of a call that eager's backward pass needs unchanged."""
+"""The parameters, arguments and results of a call that eager's backward pass needs unchanged."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tpuport.foundation import pytree
 from tpuport.model.parity.verify import Reference
+from tpuport.tracing.state.module_state import state_tree
 
 
-def saved_inputs(found: Reference) -> tuple[frozenset[str], frozenset[int]]:
-    """Return what eager saved for backward: parameters by name, arguments by number.
+class Saved(NamedTuple):
+    """What eager saved for backward.
+
+    Attributes:
+        names: the parameters.
+        arguments: the arguments, by number.
+        results: the results, by number.
+        left: other tensors of the module after the call, by name.
+        total: how many results there are.
+    """
+
+    names: frozenset[str] = frozenset()
+    arguments: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    left: frozenset[str] = frozenset()
+    total: int = 0
+
+
+def saved_inputs(found: Reference) -> Saved:
+    """Return what eager saved for backward.
 
     Writing to one of them before the backward pass is an error of eager's.
     """
-    out = [leaf for leaf in pytree.flatten(found.out)[0] if isinstance(leaf, torch.Tensor)]
+    results = pytree.flatten(found.out)[0]
+    out = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     with torch._C.DisableTorchFunction():
         saved = {_memory(tensor) for node in _nodes(out) for tensor in _saved(node)} - {None}
         module = found.module
@@ -23,10 +43,23 @@ def saved_inputs(found: Reference) -> tuple[frozenset[str], frozenset[int]]:
             if module is None
             else torch.nn.Module.named_parameters(module, remove_duplicate=False)
         )
+        left = {} if module is None else state_tree(module).leaves
         names = frozenset(name for name, p in named if _memory(p) in saved)
-        leaves = enumerate(pytree.flatten(found.given, objects=True)[0])
-        tensors = ((i, leaf) for i, leaf in leaves if isinstance(leaf, torch.Tensor))
-        return names, frozenset(i for i, tensor in tensors if _memory(tensor) in saved)
+        return Saved(
+            names,
+            _in(saved, pytree.flatten(found.given, objects=True)[0]),
+            _in(saved, results),
+            frozenset(n for n, t in left.items() if n not in names and _is_in(saved, t)),
+            len(results),
+        )
+
+
+def _in(saved: set[int | None], leaves: list[Any]) -> frozenset[int]:
+    return frozenset(i for i, leaf in enumerate(leaves) if _is_in(saved, leaf))
+
+
+def _is_in(saved: set[int | None], leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and _memory(leaf) in saved
 
 
 def _nodes(out: list[torch.Tensor]) -> Iterator[Any]:

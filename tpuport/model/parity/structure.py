@@ -1,6 +1,8 @@
 """Two Python structures side by side: their tensors in pairs, and what differs in all else."""
 
+import datetime
 import enum
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,7 @@ from tpuport.tracing.core.export import to_torch
 # Python values that are compared; of other objects, such as functions, only the class.
 _COMPARED = (
     *(type(None), bool, int, float, complex, str, bytes, slice, range),
+    *(datetime.date, datetime.time, datetime.timedelta, uuid.UUID),
     *(torch.dtype, torch.device, torch.Size, enum.Enum, np.ndarray, np.generic),
 )
 _LONGEST = 60

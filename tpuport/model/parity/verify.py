@@ -30,6 +30,7 @@ from tpuport.tracing.core.keys import next_key
 from tpuport.tracing.core.precision_seen import RTOL, Precision, tolerance
 from tpuport.tracing.core.reentrancy import SWAPS, part_of_program
 from tpuport.tracing.guards import host_randomness
+from tpuport.tracing.guards.kept_iterators import advances_iterator
 from tpuport.tracing.guards.outside_tensors import OutsideWrites
 from tpuport.tracing.patches.host_draws import HostDraws
 from tpuport.tracing.patches.manual_seed import ManualSeed
@@ -59,7 +60,7 @@ def eager_copy(module: torch.nn.Module, *, trainable: bool = False) -> torch.nn.
         vars(made).update(vars(tensor))
         return made
 
-    return clone_module(module, copy)[0]
+    return clone_module(module, copy, advances_iterator)[0]
 
 
 class SavedTensorNeeded(BaseException):

@@ -566,6 +566,13 @@ def _is_same_state(one: Any, other: Any) -> bool:
     return ours[0] is theirs[0] and ours[1] is theirs[1] and ours[2] == theirs[2]
 
 
+def _has_graph(value: Any) -> bool:
+    """Return whether a tensor is one from before the call that requires grad, or may be."""
+    if not isinstance(value, TracedTensor):
+        return False
+    return value._may_keep_graph or (value._is_given and value._own_flow is Flow.SEEN)
+
+
 def _layout(one: Any, other: Any) -> torch.Tensor | None:
     """Return a meta tensor like both results of a branch, None if their layouts differ."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
@@ -601,7 +608,9 @@ def _merged_leaves(
             if like is not None and like.shape == value.shape:
                 tensor = TracedTensor(Storage(value, trace), (), like, value, flow)
             tensor._or_number = any(map(may_be_number, (one, other)))
+            is_either = flow is Flow.HIDDEN and any(map(_has_graph, (one, other)))
             tensor = joined(trace, tensor, one, other, sizes[index])
+            tensor._may_keep_graph = is_either  # type: ignore[attr-defined]
             leaves.append(made.setdefault((id(one), id(other)), tensor))
         elif type(one) is type(other) and type(one) in (bool, int, float) and one == other:
             leaves.append(one)

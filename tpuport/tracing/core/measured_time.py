@@ -1,7 +1,10 @@
 """Numbers of Python's clocks, known again after arithmetic: they are of one call alone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from tpuport.foundation.errors import PortError
+from tpuport.tracing.core.errors import port_error
 
 _OPERATIONS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 _OF_ONE = ("__neg__", "__pos__", "__abs__", "__round__")
@@ -26,6 +29,7 @@ class MeasuredTicks(_Measured, int):
 
 
 MEASURED = (MeasuredSeconds, MeasuredTicks)
+KINDS = frozenset(MEASURED)
 
 
 def measured(number: Any, place: str) -> Any:
@@ -36,6 +40,29 @@ def measured(number: Any, place: str) -> Any:
     made = kind(number)
     made.place = place
     return made
+
+
+def refuse_measured(values: Iterable[Any]) -> None:
+    """Refuse numbers of a clock among the arguments of an operation.
+
+    Raises:
+        PortError: there is one.
+    """
+    for value in values:
+        if type(value) in KINDS:
+            raise lasting("an operation of torch gets", value)
+
+
+def lasting(what: str, value: Any) -> PortError:
+    """Return the refusal of a number of a clock that would be a constant of the program."""
+    return port_error(
+        f"{what} a time that the code measured; a program would give that of its trace at every"
+        " call",
+        code="TPU402",
+        remedy="measure the time around the call, or leave the class that measures it to eager"
+        " PyTorch: `tpuport run --eager NAME`",
+        place=value.place,
+    )
 
 
 def _kept(base: type, name: str) -> Callable[..., Any]:

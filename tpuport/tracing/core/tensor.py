@@ -77,6 +77,8 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     _as_number: tuple[jax.Array, int, Any] | None = None
     # Whether eager has a Python number in its place on some path.
     _or_number = False
+    # Whether a branch under no_grad takes a tensor of before the call, with its graph, or another.
+    _may_keep_graph = False
     # Which row it is of what a loop has made: see `series`.
     _row: SeriesRow | None = None
     # What it stands for in a list of as many rows as data says: see `counted_rows`.

@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
 from tpuport.foundation.user_frames import is_inside
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.measured_time import measured
 from tpuport.tracing.patches._count import count
 
 _CLOCKS = ("time", "perf_counter", "monotonic", "process_time", "thread_time")
+_NAMES = [name for clock in _CLOCKS for name in (clock, f"{clock}_ns")]
 
 
 class Clock(Shim):
@@ -25,8 +26,10 @@ class Clock(Shim):
     REASON = "a program would return the time that its trace took, at every call"
 
     def replacements(self) -> list[Replacement]:
-        names = [name for clock in _CLOCKS for name in (clock, f"{clock}_ns")]
-        return [Replacement(time, name, self._read(getattr(time, name))) for name in names]
+        return everywhere([(time, name, self._read) for name in _NAMES])
+
+    def copied(self) -> list[Any]:
+        return [original_of(time, name) for name in _NAMES]
 
     def _read(self, clock: Callable[[], Any]) -> Callable[[], Any]:
         def read() -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tpuport.foundation.patching.shim import Replacement, Shim, copies, look_for_new
+from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import STAND_IN
@@ -30,17 +30,11 @@ class HostDraws(Shim):
 
     def replacements(self) -> list[Replacement]:
         made = [(owner, name, functools.partial(_drawn, number)) for owner, name, number in _DRAWS]
-        made += [(owner, name, _set) for owner, name in _SETTERS]
-        held = [getattr(owner, name) for owner, name, _ in made]
-        # A trace inside of another one finds what that has put in place.
-        originals = [getattr(function, "of_host", function) for function in held]
-        look_for_new(originals)
-        replaced: list[Replacement] = []
-        for (owner, name, replace), original in zip(made, originals, strict=True):
-            function = replace(original)
-            replaced.append(Replacement(owner, name, function))
-            replaced += copies(original, function, owner)
-        return replaced
+        return everywhere([*made, *((owner, name, _set) for owner, name in _SETTERS)])
+
+    def copied(self) -> list[Any]:
+        named = [*((owner, name) for owner, name, _ in _DRAWS), *_SETTERS]
+        return [original_of(owner, name) for owner, name in named]
 
 
 def _draws_on_host() -> bool:
@@ -79,7 +73,6 @@ def _drawn(number: Callable[..., Any], original: Any) -> Callable[..., Any]:
         count(HostDraws.TARGET)
         return drawn
 
-    draw.of_host = original  # type: ignore[attr-defined]
     return draw
 
 
@@ -94,7 +87,6 @@ def _set(original: Any) -> Callable[..., Any]:
             STAND_IN.get().draws_on_host = True
         return original(*args, **kwargs)
 
-    set_state.of_host = original  # type: ignore[attr-defined]
     return set_state
 
 

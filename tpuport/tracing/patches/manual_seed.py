@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import torch
 
-from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import KeyStream, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import STAND_IN
+from tpuport.tracing.core.measured_time import refuse_measured
 from tpuport.tracing.patches._count import count
 
 
@@ -24,12 +25,13 @@ class ManualSeed(Shim):
     REASON = "it would seed the generator of the host, from which a ported program draws nothing"
 
     def replacements(self) -> list[Replacement]:
-        eager, get, put = torch.manual_seed, torch.get_rng_state, torch.set_rng_state
+        eager, get, put = self.copied()
 
         def manual_seed(seed: Any) -> torch.Generator:
             holder = current() or STAND_IN.get()
             if holder is None or isinstance(seed, (torch.Tensor, *sym_numbers.SYMBOLIC)):
                 return eager(seed)
+            refuse_measured((seed,))
             count(self.TARGET)
             holder.keys = KeyStream(jax.random.key(int(seed) & 0xFFFFFFFF))
             return torch.default_generator
@@ -49,16 +51,17 @@ class ManualSeed(Shim):
             else:
                 _set(holder, *kept)
 
-        made = {
-            "manual_seed": manual_seed,
-            "get_rng_state": get_rng_state,
-            "set_rng_state": set_rng_state,
-        }
-        return [
-            Replacement(owner, name, function)
-            for name, function in made.items()
-            for owner in (torch, torch.random)
-        ]
+        made = (manual_seed, get_rng_state, set_rng_state)
+        return everywhere(
+            (torch, name, lambda _, function=function: function)
+            for name, function in zip(_NAMES, made, strict=True)
+        )
+
+    def copied(self) -> list[Any]:
+        return [original_of(torch, name) for name in _NAMES]
+
+
+_NAMES = ("manual_seed", "get_rng_state", "set_rng_state")
 
 
 def _set(holder: Any, owner: Any, keys: KeyStream | None, count: Any) -> None:

@@ -1,5 +1,6 @@
 """Functions of Python's `math` on numbers that depend on the program's inputs."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import torch
 from jax.scipy import special
 
-from tpuport.foundation.patching.shim import Replacement, Shim
+from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.speculation import RestartTrace
@@ -47,10 +48,13 @@ class MathFunctions(Shim):
     REASON = "they read the value of a number in C, and a traced number has none yet"
 
     def replacements(self) -> list[Replacement]:
-        made = [(name, _traced(name, operation)) for name, operation in _FLOATS.items()]
-        made += [(name, _truth(name, operation)) for name, operation in _TRUTHS.items()]
-        made.append(("isclose", _isclose(math.isclose)))
-        return [Replacement(math, name, function) for name, function in made]
+        floats = ((n, functools.partial(_traced, f)) for n, f in _FLOATS.items())
+        truths = ((n, functools.partial(_truth, f)) for n, f in _TRUTHS.items())
+        named = [*floats, *truths, ("isclose", _isclose)]
+        return everywhere([(math, name, make) for name, make in named])
+
+    def copied(self) -> list[Any]:
+        return [original_of(math, name) for name in (*_FLOATS, *_TRUTHS, "isclose")]
 
 
 def _node(value: Any) -> Any:
@@ -75,9 +79,7 @@ def _nodes(args: tuple[Any, ...]) -> list[NumberNode] | None:
     return plain
 
 
-def _traced(name: str, operation: Callable[..., jax.Array]) -> Callable[..., Any]:
-    original = getattr(math, name)
-
+def _traced(operation: Callable[..., jax.Array], original: Any) -> Callable[..., Any]:
     def function(*args: Any) -> Any:
         nodes = _nodes(args)
         if nodes is None:
@@ -114,9 +116,7 @@ def _check(result: jax.Array, given: list[jax.Array]) -> None:
     raise_in_64(lambda: finite & jnp.isinf(result) & ~at_zero, OverflowError("math range error"))
 
 
-def _truth(name: str, operation: Callable[[jax.Array], jax.Array]) -> Callable[[Any], Any]:
-    original = getattr(math, name)
-
+def _truth(operation: Callable[[jax.Array], jax.Array], original: Any) -> Callable[[Any], Any]:
     def function(x: Any) -> Any:
         nodes = _nodes((x,))
         if nodes is None:

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.measured_time import KINDS, refuse_measured
 from tpuport.tracing.core.op_info import op_info
 from tpuport.tracing.core.storage import memory_of
 from tpuport.tracing.core.tensor import TracedTensor
@@ -154,6 +155,9 @@ class FunctionMode(TorchFunctionMode):
                     result = kind.__torch_function__(func, classes_seen(types), args, kwargs or {})
                 if result is not NotImplemented:
                     return result
+        given = (*args, *(kwargs or {}).values())
+        if not KINDS.isdisjoint(map(type, given)):
+            refuse_measured(given)
         handler = FUNCTIONS.get(func)
         if handler is not None and not _is_transformed(args, kwargs):
             result = handler(self.trace, func, args, kwargs or {})

@@ -13,7 +13,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.measured_time import MEASURED
+from tpuport.tracing.core.measured_time import MEASURED, lasting
 from tpuport.tracing.core.storage import Flow, Storage
 from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
 from tpuport.tracing.core.tensor_classes import adopt, state_of
@@ -74,14 +74,7 @@ def refuse_passing(trace: Trace, result: pytree.TreeSpec, state: StateTree | Non
     _refuse_text(trace, result, state)
     for name, value in _held(result, state):
         if isinstance(value, MEASURED):
-            raise port_error(
-                f"{name} holds a time that the code measured; a program would give that of its"
-                " trace at every call",
-                code="TPU402",
-                remedy="measure the time around the call, or leave the class that measures it to"
-                " eager PyTorch: `tpuport run --eager NAME`",
-                place=value.place,
-            )
+            raise lasting(f"{name} holds", value)
 
 
 def _held(result: pytree.TreeSpec, state: StateTree | None) -> Iterator[tuple[str, Any]]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from tpuport.tracing.core.arguments import result_meta
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.session.new_leaves import note_leaves
@@ -32,6 +33,14 @@ def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
         name for name, t in left.items() if not _is_one_tensor(t, before.leaves.get(name))
     )
     for name in outcome.bound:
+        if getattr(left[name], "_may_keep_graph", False) and trace.options.takes_gradients:
+            raise port_error(
+                f"a branch on a traced value under no_grad leaves in {name!r} a tensor of before"
+                " the call, with its graph, or another one without",
+                code="TPU101",
+                remedy="keep it .detach()ed, if no gradient is to flow through it, or leave the"
+                " class to eager PyTorch: --eager NAME",
+            )
         tensor, old = left[name], before.leaves.get(name)
         if isinstance(tensor, TracedTensor) and isinstance(old, TracedTensor):
             if tensor._storage is not old._storage:  # a clone has the same array

@@ -43,6 +43,7 @@ from tpuport.tracing.guards.attribute_reads import note_copy
 from tpuport.tracing.guards.code_reads import CodeReads
 from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.identity_tables import refuse_identity_tables
+from tpuport.tracing.guards.kept_iterators import advances_iterator
 from tpuport.tracing.guards.linked_arguments import Links, linked_cells
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
@@ -414,7 +415,7 @@ class Tracer:
                 traced[name] = state_tensor(trace, tensor, values[name])
             return traced[name]
 
-        cloner = Cloner(tensor_map)
+        cloner = Cloner(tensor_map, advances_iterator)
         module = cloner.clone(self.master)
         note_copy(module)
         held = tree.leaves if self.held is None else self.held
