@@ -84,6 +84,14 @@ def test_its_work_is_counted():
     assert kernel.exact
 
 
+def test_a_branch_that_is_seldom_taken_is_not_in_the_estimate():
+    (call,) = find_calls(traced())
+    # The loop in which a block is computed again.
+    assert call.trips == (0,)
+    # The first product is over twice the numbers of a head.
+    assert 1 <= call.products / (6 * 128 * LENGTH**2) < 1.02
+
+
 @pytest.mark.slow
 @needs_libtpu
 def test_its_schedule_is_shorter_than_splashs_best():
