@@ -100,7 +100,7 @@ def test_its_schedule_is_shorter_than_splashs_best():
     kind = {"chip": "v6e", "head_dim": 128, "dtype": "bfloat16", "mask": "full"}
     splash = min(entry["seconds"] for entry in table() if kind.items() <= entry.items())
     share = 4 * 128 * LENGTH**2 / seconds / CHIPS["v6e"].bf16_flops
-    assert seconds < 0.61 * splash
+    assert seconds < 0.63 * splash
     assert share == pytest.approx(dense.TUNED["v6e", 128, "bfloat16"].share_of_peak, rel=0.03)
 
 
