@@ -203,6 +203,7 @@ def interval(value: Any, *, loose: bool = False) -> Span | None:
         known = known if bounds is None else (int(bounds[0]), int(bounds[1]))
         is_wide = value._storage.wide
     else:
+        known = known or int64.span_of_host(value)
         is_wide = value.dtype is torch.int64 and int64.is_wide(held_of(value))
     return known or (int64.INT64 if is_wide else int64.INT32) if loose else known
 

@@ -79,6 +79,8 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = low.value + step * jnp.arange(bound, dtype=jnp.int32)
     dtype = kwargs.get("dtype") or torch.int64
     made = wrap_now(values.astype(backend.jax_dtype(dtype)), dtype)
+    if step > 0 and math.inf not in (-low.low, low.high):
+        made._bounds = (low.low, low.high + step * max(bound - 1, 0))
     return attach(made, {0: NumberNode(span.value, int, 0, bound, span.expr)})
 
 

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import torch
 
+from tpuport.tracing.core import int64
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
@@ -33,6 +34,15 @@ _LARGEST = 1 << 30
 def extents_of(tensor: Any) -> Extents:
     """Return the data-dependent sizes of a tensor, by dim."""
     return (tensor._extents or {}) if isinstance(tensor, TracedTensor) else {}
+
+
+def elements_span(values: Any) -> Any:
+    """Return the smallest and largest integer of an operand, None where they are not known."""
+    if isinstance(values, TracedTensor):
+        return values._bounds
+    if isinstance(values, torch.Tensor):
+        return int64.span_of_host(values)
+    return (values, values) if isinstance(values, int) else None
 
 
 def strip(tensor: Any) -> Any:
