@@ -11,6 +11,7 @@ import torch
 
 from tpuport.foundation.patching.shim import Replacement, Shim, copies, look_for_new
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import STAND_IN
 from tpuport.tracing.core.speculation import RestartTrace
@@ -115,9 +116,18 @@ def _between(a: Any, b: Any) -> Any:
     return a + (b - a) * _uniform()
 
 
+def _is_traced(number: Any) -> bool:
+    return isinstance(number, torch.SymInt)
+
+
 def _whole(start: Any, stop: Any) -> Any:
     # Of bool and floats Python and numpy have opinions of their own.
-    if any(type(bound) is not int for bound in (start, stop)) or start >= stop:
+    if any(type(bound) is not int and not _is_traced(bound) for bound in (start, stop)):
+        raise _NoRange
+    if _is_traced(start) or _is_traced(stop):
+        first, last = (sym_numbers.exact_value(bound) for bound in (start, stop))
+        raise_if(first >= last, ValueError("empty range to draw a number from"))
+    elif start >= stop:
         raise _NoRange
     return torch.randint(start, stop, ()).item()
 
