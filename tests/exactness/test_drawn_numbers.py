@@ -81,6 +81,8 @@ class DropsColumns(torch.nn.Module):
         # As in a choice of negatives among what there is.
         some = torch.randint(count, count + 2, (40,))
         like = torch.randint_like(x, -count, count)
+        # As many as data decides, for the rows that it selects.
+        like[x[:, 0] > 0] = torch.randint(5, 7, size=(count, 6)).float()
         return kept, some, like, x[torch.randint(0, count, ())]
 
 
@@ -95,7 +97,8 @@ def test_bounds_of_whole_numbers_may_be_drawn_or_depend_on_data():
             kept, some, like, row = map(tpuport.to_torch, port(x))
             seen.add(tuple(int((kept == value).sum()) for value in (0, -1)))
             assert set(some.tolist()) == {count, count + 1}
-            assert -count <= int(like.min()) <= int(like.max()) < count
+            assert set(like[:count].flatten().tolist()) <= {5.0, 6.0}
+            assert -count <= int(like[count:].min()) <= int(like[count:].max()) < count
             assert torch.equal(row, torch.ones(6))
     assert len(seen) > 4
     assert port.report.retraces == []
