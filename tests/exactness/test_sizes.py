@@ -289,3 +289,22 @@ def test_an_index_past_a_size_of_the_data_raises_although_there_is_padding():
     assert_same(tpuport.to_torch(ported(x)), count(x))
     with pytest.raises(IndexError, match="out of range"):
         ported(x * torch.tensor([1, 1, -1, -1]))
+
+
+GROUPS = torch.arange(5) % 3
+
+
+def pooled_by_outside_groups(x: torch.Tensor) -> torch.Tensor:
+    group = GROUPS[x[:, 0].topk(2).indices]
+    made = torch.arange(5).mul_(x.argmax())  # holds other values than before the write
+    return x.new_zeros(int(group.max()) + 1).index_add_(0, group, x[:2, 0]) + made[:3].max()
+
+
+def test_bounds_of_a_tensor_outside_follow_what_it_holds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "GROUPS", GROUPS.clone())
+    ported = tpuport.convert(pooled_by_outside_groups)
+    for x in batches():
+        assert_same(tpuport.to_torch(ported(x)), pooled_by_outside_groups(x))
+    GROUPS.add_(4)
+    for x in batches():
+        assert_same(tpuport.to_torch(ported(x)), pooled_by_outside_groups(x))

@@ -24,7 +24,6 @@ Span = tuple[int, int]
 INT32: Span = (-(2**31), 2**31 - 1)
 INT64: Span = (-(2**63), 2**63 - 1)
 _LONG = frozenset({np.dtype(np.int64), np.dtype(np.uint64), np.dtype(np.float64)})
-_WHOLE = frozenset({torch.int64, torch.int32})
 
 
 def scope() -> Any:
@@ -58,14 +57,6 @@ def of_host(tensor: torch.Tensor) -> jax.Array:
         with scope():
             return jnp.asarray(backend.to_numpy_array(tensor))
     return backend.to_jax(tensor)
-
-
-def span_of_host(tensor: torch.Tensor) -> Span | None:
-    """Return the smallest and largest element of integers that are the same in all runs."""
-    if tensor.dtype not in _WHOLE or tensor.device.type == "meta" or not tensor.numel():
-        return None
-    least, most = tensor.aminmax()
-    return int(least), int(most)
 
 
 def narrowed(value: jax.Array, span: Span | None = None) -> jax.Array:

@@ -17,6 +17,7 @@ from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.python_numbers import SPANS
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import held_of, map_tensors, value_of
+from tpuport.tracing.dynamic_shapes.extents import elements_span
 
 Span = int64.Span
 # Operations that can leave 32 bits with operands that do not.
@@ -204,7 +205,7 @@ def interval(value: Any, *, loose: bool = False) -> Span | None:
         known = known if bounds is None else (int(bounds[0]), int(bounds[1]))
         is_wide = value._storage.wide
     else:
-        known = known or int64.span_of_host(value)
+        known = known or elements_span(value)
         is_wide = value.dtype is torch.int64 and int64.is_wide(held_of(value))
     return known or (int64.INT64 if is_wide else int64.INT32) if loose else known
 
