@@ -343,10 +343,46 @@ def test_a_number_of_the_host_decides_a_branch_with_a_gradient():
     assert {tuple(row) for row in bias} == {(0.0,) * 4, (2.0,) * 4}
 
 
+def test_an_item_of_the_hosts_choice_is_drawn_from_the_key():
+    """Sizes, names and layers of a list are chosen as well as numbers, in branches."""
+
+    class Chooses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            layer = random.choice([self.layers[0], self.layers[1], None])
+            y = x * 2 if layer is None else layer(x)
+            return y.mean() * random.choice(range(1, 3)) + x[: random.choice((1, 2))].sum()
+
+    torch.manual_seed(0)
+    module, x = Chooses(), torch.arange(8.0).reshape(2, 4)
+    state = random.getstate()
+    port = tpuport.convert(module)
+    seen = {round(float(port(x)), 3) for _ in range(60)}
+    assert random.getstate() == state
+    with torch.no_grad():
+        means = [float(y.mean()) for y in (*(layer(x) for layer in module.layers), x * 2)]
+    assert seen == {round(m * n + t, 3) for m in means for n in (1, 2) for t in (6, 28)}
+    assert len(port.report.retraces) == 0
+
+    def loss(params: Any, key: Any) -> Any:
+        return port.apply(params, {}, key, jnp.asarray(x.numpy()))[0]
+
+    keys = jax.random.split(jax.random.key(0), 30)
+    gradients = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(port.params, keys)
+    chosen = [np.asarray(gradients[f"layers.{n}.bias"])[:, 0] != 0 for n in range(2)]
+    assert not (chosen[0] & chosen[1]).any()
+    assert [bool(one.any()) for one in chosen] == [True, True]
+    assert not (chosen[0] | chosen[1]).all()
+
+
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda: random.choice([1.0]),
+        lambda: random.choices([1.0])[0],
+        lambda: random.choice({0: 1.0}),
         lambda: np.random.rand(1)[0],
         lambda: np.random.normal(np.zeros(2))[1],
         lambda: np.random.uniform(low=[0.0, 1.0], high=2.0)[1],
@@ -375,7 +411,7 @@ def seed() -> None:
 def test_refused_call_leaves_the_generators_of_the_host(refused: str, verify: bool):
     draw = {
         "size": lambda: 1,
-        "random": lambda: random.choice([1.0, 2.0]),
+        "random": lambda: random.sample([1.0, 2.0], 1)[0],
         "numpy": lambda: np.random.rand(1)[0],
     }[refused]
 

@@ -236,3 +236,75 @@ def test_an_index_whose_last_dim_has_a_size_of_the_data():
     for count in (3, 2):
         x, kept = torch.arange(10.0).reshape(2, 5) * count, torch.arange(5).expand(2, 5) < count
         torch.testing.assert_close(tpuport.to_torch(port(x, kept)), places_up_to_a_size(x, kept))
+
+
+class PooledByGroup(torch.nn.Module):
+    """Pool rows that their values choose by their groups, as PyTorch Geometric pools graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(3) + 0.1)
+
+    def forward(self, x: torch.Tensor, groups: torch.Tensor) -> tuple[Any, ...]:
+        rows = x @ self.weight
+        chosen = (rows[:, 0] > -0.5).nonzero()[:, 0]
+        places = torch.arange(chosen.shape[0])
+        of_chosen = torch.scatter(places, 0, torch.arange(chosen.shape[0]), groups[chosen])
+        best = groups[rows[:, 1].topk(2).indices]
+        found = []
+        for group, part in ((of_chosen, rows[chosen]), (best, rows[:2])):
+            sums = rows.new_zeros(int(group.max()) + 1, 3).index_add_(0, group, part)
+            columns = group[:, None].expand(-1, 3)
+            sums = sums + torch.zeros_like(sums).scatter_add_(0, columns, part.square())
+            found += [sums.square().sum(), sums.mean(), sums.shape[0]]
+        return (*found, groups[chosen].amin())
+
+
+def test_the_largest_group_of_chosen_rows_is_a_size():
+    ported, eager, groups = tpuport.convert(PooledByGroup()), PooledByGroup(), torch.arange(5) % 3
+    for x in batches():
+        assert_same(tpuport.to_torch(ported(x, groups)), eager(x, groups))
+    assert len(ported.report.retraces) == 0
+    # Other groups are other bounds, and so another program.
+    assert_same(tpuport.to_torch(ported(x, groups * 2)), eager(x, groups * 2))
+
+    def loss(params: Any) -> Any:
+        out, _ = ported.apply(params, {}, None, x, groups)
+        return out[0] + out[1] + out[3] * out[4]
+
+    one, two, _, three, four, *_ = eager(x, groups)
+    (one + two + three * four).backward()
+    assert eager.weight.grad is not None
+    ours = torch.tensor(jax.jit(jax.grad(loss))(ported.params)["weight"].tolist())
+    torch.testing.assert_close(ours, eager.weight.grad)
+
+
+def test_an_index_past_a_size_of_the_data_raises_although_there_is_padding():
+    def count(x: torch.Tensor) -> torch.Tensor:
+        size = int((x > 0).sum())
+        return x.new_zeros(size).index_add_(0, torch.tensor([0, 2]), x[:2])
+
+    ported = tpuport.convert(count)
+    x = torch.ones(4)
+    assert_same(tpuport.to_torch(ported(x)), count(x))
+    with pytest.raises(IndexError, match="out of range"):
+        ported(x * torch.tensor([1, 1, -1, -1]))
+
+
+GROUPS = torch.arange(5) % 3
+
+
+def pooled_by_outside_groups(x: torch.Tensor) -> torch.Tensor:
+    group = GROUPS[x[:, 0].topk(2).indices]
+    made = torch.arange(5).mul_(x.argmax())  # holds other values than before the write
+    return x.new_zeros(int(group.max()) + 1).index_add_(0, group, x[:2, 0]) + made[:3].max()
+
+
+def test_bounds_of_a_tensor_outside_follow_what_it_holds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "GROUPS", GROUPS.clone())
+    ported = tpuport.convert(pooled_by_outside_groups)
+    for x in batches():
+        assert_same(tpuport.to_torch(ported(x)), pooled_by_outside_groups(x))
+    GROUPS.add_(4)
+    for x in batches():
+        assert_same(tpuport.to_torch(ported(x)), pooled_by_outside_groups(x))

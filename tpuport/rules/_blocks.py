@@ -198,7 +198,9 @@ class Layout:
 
     def function(self, name: str, parameters: Sequence[str], *parts: Passage | None) -> Passage:
         """Return a nested function of passages at the inner indentation, then an empty line."""
-        body = [part for part in parts if part is not None] or [self.line("pass", self.inner)]
+        body = [part for part in parts if part is not None]
+        if not any(map(_has_code, body)):
+            body.append(self.line("pass", self.inner))
         head = self.line(f"def {name}({', '.join(parameters)}):")
         return Passage.stack([head, *body, self.blank()])
 
@@ -223,3 +225,9 @@ def _without_blank_ends(passage: Passage) -> Passage | None:
     while lines and not lines[0].text.strip():
         lines.pop(0)
     return Passage(tuple(lines)) if lines else None
+
+
+def _has_code(passage: Passage) -> bool:
+    """Return whether a passage has more than comments, which are no body of a function."""
+    texts = (line.text.strip() for line in passage.lines)
+    return any(text and not text.startswith("#") for text in texts)

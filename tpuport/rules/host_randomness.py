@@ -43,7 +43,8 @@ class HostRandomness(Rule):
     noise, the same timesteps, the same dropped layers. Operations on the device draw new numbers
     only where the key is an argument of the program: `torchax.interop.jax_jit` and
     `tpuport.convert` do that, a bare `jax.jit` does not. `tpuport.convert` also draws single
-    numbers of `random` and `numpy.random` so (`random.random()`, `np.random.uniform(a, b)`).
+    numbers of `random` and `numpy.random` so (`random.random()`, `np.random.uniform(a, b)`),
+    and items by `random.choice`.
 
     ## Fix safety
     There is no automatic fix: other numbers change the result. Draw on the device of an input

@@ -5,6 +5,7 @@ computed in int64, and stays so through the operations named here. Before any ot
 narrowed with a check, which raises at the call.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.python_numbers import SPANS
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import held_of, map_tensors, value_of
+from tpuport.tracing.dynamic_shapes.extents import elements_span
 
 Span = int64.Span
 # Operations that can leave 32 bits with operands that do not.
@@ -203,8 +205,17 @@ def interval(value: Any, *, loose: bool = False) -> Span | None:
         known = known if bounds is None else (int(bounds[0]), int(bounds[1]))
         is_wide = value._storage.wide
     else:
+        known = known or elements_span(value)
         is_wide = value.dtype is torch.int64 and int64.is_wide(held_of(value))
     return known or (int64.INT64 if is_wide else int64.INT32) if loose else known
+
+
+def number_span(number: Any) -> Span | None:
+    """Return the bounds of a whole number, of a traced one those that its operations leave."""
+    if isinstance(number, torch.SymInt):
+        low, high = number.node.low, number.node.high
+        return None if math.inf in (-low, high) else (int(low), int(high))
+    return (number, number) if isinstance(number, int) else None
 
 
 def argument_of(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -306,7 +317,8 @@ def _limited(
         return (0, torch.Tensor.size(args[0])[-1] - 1)
     if name == "randint":
         low, high = (argument_of(func, which, args, kwargs) for which in ("low", "high"))
-        return (low or 0, high - 1) if isinstance(high, int) else None
+        least, most = number_span(low or 0), number_span(high)
+        return (least[0], most[1] - 1) if least and most else None
     low, high = (argument_of(func, which, args, kwargs) for which in ("min", "max"))
     low = known[0] if known and low is None else low
     high = known[1] if known and high is None else high

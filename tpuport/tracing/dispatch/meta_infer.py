@@ -85,7 +85,7 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         meta_kwargs["generator"] = None
     if "device" in meta_kwargs or _is_factory(func, args):
         meta_kwargs["device"] = torch.device("meta")
-    meta_args = [map_tensors(to_meta, a) for a in args]
+    meta_args = [map_tensors(to_meta, a) for a in _with_some_range(func, args)]
     try:
         try:
             made = func(*meta_args, **meta_kwargs)
@@ -107,6 +107,18 @@ def from_torch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 cause=error,
             ) from error
         raise
+
+
+def _with_some_range(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments of a draw with a range that is not empty, if they have a traced bound.
+
+    `value_checks` looks whether the range that the program computes is empty.
+    """
+    traced = any(isinstance(a, torch.SymInt) for a in args)
+    if not traced or not func._opname.startswith("randint"):
+        return args
+    bounds = [place for place, a in enumerate(args) if isinstance(a, (int, torch.SymInt))]
+    return tuple(int(n == bounds[-1]) if n in bounds else a for n, a in enumerate(args))
 
 
 def _is_factory(func: Any, args: tuple[Any, ...]) -> bool:

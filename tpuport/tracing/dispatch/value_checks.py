@@ -216,6 +216,15 @@ def _kth_value(given: dict[str, Any]) -> Iterator[Failure]:
         yield Failure(given["k"], lambda v: (v < 1) | (v > size), error)
 
 
+@_rule("randint", "randint_like")
+def _empty_range(given: dict[str, Any]) -> Iterator[Failure]:
+    low, high = given.get("low", 0), given["high"]
+    if isinstance(low, torch.SymInt) or isinstance(high, torch.SymInt):
+        error = RuntimeError("random_ expects 'from' to be less than 'to'")
+        first = value_of(low) if isinstance(low, torch.SymInt) else low
+        yield Failure(high, lambda v: v <= first, error)
+
+
 @_rule("one_hot")
 def _one_hot(given: dict[str, Any]) -> Iterator[Failure]:
     if isinstance(given["num_classes"], int) and given["num_classes"] > 0:

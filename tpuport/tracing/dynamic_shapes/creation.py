@@ -38,10 +38,11 @@ from tpuport.tracing.dynamic_shapes.handlers import handles, run
     "new_empty",
     "rand",
     "randn",
+    "randint",
 )
 def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     is_new = func._opname.startswith("new_")
-    at = 1 if is_new else 0
+    at = [argument.name for argument in func._schema.arguments].index("size")
     sizes = args[at]
     if not any(isinstance(s, torch.SymInt) for s in sizes):
         return NotImplemented
@@ -50,7 +51,7 @@ def _create(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(n.high == math.inf for n in nodes):
         raise refuse(func, " without an upper bound")
     physical = [int(n.high) for n in nodes]
-    head = (strip(args[0]),) if is_new else ()
+    head = (strip(args[0]),) if is_new else args[:at]
     made = run(func, (*head, physical, *args[at + 1 :]), kwargs)
     if not isinstance(made, TracedTensor):
         made = wrap_now(value_of(made), made.dtype)
@@ -79,6 +80,8 @@ def _arange(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = low.value + step * jnp.arange(bound, dtype=jnp.int32)
     dtype = kwargs.get("dtype") or torch.int64
     made = wrap_now(values.astype(backend.jax_dtype(dtype)), dtype)
+    if step > 0 and math.inf not in (-low.low, low.high):
+        made._bounds = (low.low, low.high + step * max(bound - 1, 0))
     return attach(made, {0: NumberNode(span.value, int, 0, bound, span.expr)})
 
 

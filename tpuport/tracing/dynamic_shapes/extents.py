@@ -35,6 +35,29 @@ def extents_of(tensor: Any) -> Extents:
     return (tensor._extents or {}) if isinstance(tensor, TracedTensor) else {}
 
 
+# Larger ones are arguments of the program, so that it holds for other values.
+_MOST_READ = 1024
+
+
+def elements_span(values: Any) -> Any:
+    """Return the smallest and largest integer of an operand, None where they are not known.
+
+    A host tensor that the program wrote to holds its values no more.
+    """
+    if isinstance(values, TracedTensor):
+        return values._bounds
+    if not isinstance(values, torch.Tensor):
+        return (values, values) if isinstance(values, int) else None
+    trace = current()
+    if values.dtype not in (torch.int64, torch.int32) or values.device.type == "meta":
+        return None
+    if trace is None or trace.alias(values) is not None or not 0 < values.numel() <= _MOST_READ:
+        return None
+    trace.note_reads([values])
+    least, most = values.aminmax()
+    return int(least), int(most)
+
+
 def strip(tensor: Any) -> Any:
     """Return the physical array as an ordinary tensor (sharing its storage)."""
     if not extents_of(tensor):

@@ -73,13 +73,24 @@ def _require_elements(func: Any, source: Any, dims: list[int], dim: Any) -> None
             raise_if(node.value == 0, error)
 
 
+def _identity(func: Any, source: Any) -> Any:
+    """Return what the padding is filled with, within the bounds of the elements if they have some.
+
+    So the result has the bounds. Indices are those of ties, which padding shall not win.
+    """
+    known = source._bounds if len(func._schema.returns) == 1 else None
+    if known is None or func._opname not in ("max", "amax", "min", "amin"):
+        return IDENTITY[func._opname](source.dtype)
+    return known[0] if func._opname.endswith("max") else known[1]
+
+
 @handles(*IDENTITY)
 def _reduce(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source = args[0]
     dims = _reduced_dims(args, kwargs)
     if func._opname in ("max", "min") and len(args) > 1 and isinstance(args[1], torch.Tensor):
         return pointwise(func, args, kwargs)
-    identity = IDENTITY[func._opname](source.dtype)
+    identity = _identity(func, source)
     needs_elements = func._opname in _NEEDS_ELEMENTS
     if func._opname == "linalg_vector_norm":
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)

@@ -13,6 +13,7 @@ from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 from tpuport.tracing.dynamic_shapes.extents import (
     attach,
+    elements_span,
     extents_of,
     filled,
     refuse,
@@ -177,6 +178,11 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if node is None and dim not in extents_of(target) and _share_rows(func, args):
         return rowwise(func, args, kwargs)
     sizes = extents_of(target)
+    if _scatters_all(func, args, dim):
+        # An index past the real size is an error, which `value_checks` looks for.
+        made = attach(run(func, (strip(target), *args[1:]), kwargs), sizes)
+        made._bounds = _written(func, args)
+        return made
     if node is None or any(d != dim for d in sizes):
         raise refuse(func)
     along = 0 if positions.dim() == 1 else dim
@@ -203,7 +209,24 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         )
     rest = [_rows_to(a, dim, size) if isinstance(a, torch.Tensor) and a.dim() else a for a in rest]
     result = run(func, (extended, dim, moved, *rest), kwargs)
-    return attach(result.narrow(dim, 0, target.shape[dim]), sizes)
+    made = attach(result.narrow(dim, 0, target.shape[dim]), sizes)
+    made._bounds = _written(func, args)
+    return made
+
+
+def _written(func: Any, args: tuple[Any, ...]) -> tuple[float, float] | None:
+    """Return the bounds of a tensor some of whose integers are replaced, None where not known."""
+    if func._opname not in ("scatter", "index_copy") or "reduce" in func._overloadname:
+        return None
+    spans = [elements_span(one) for one in (args[0], args[3])]
+    return None if None in spans else (min(s[0] for s in spans), max(s[1] for s in spans))
+
+
+def _scatters_all(func: Any, args: tuple[Any, ...], dim: int) -> bool:
+    """Return whether rows of a known number go to a target of which data decides this size only."""
+    others = [one for one in args[2:] if isinstance(one, torch.Tensor)]
+    from_end = func._opname == "index_fill"  # counts negative indices from the real end
+    return set(extents_of(args[0])) == {dim} and not any(map(extents_of, others)) and not from_end
 
 
 def _share_rows(func: Any, args: tuple[Any, ...]) -> bool:

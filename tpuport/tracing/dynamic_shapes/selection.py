@@ -13,6 +13,7 @@ from tpuport.tracing.core.values import value_of
 from tpuport.tracing.dynamic_shapes.extents import (
     attach,
     count_node,
+    elements_span,
     extents_of,
     filled,
     isolated,
@@ -221,8 +222,8 @@ def index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = sum(1 for p in positions if p < d)
         out_extents[d - before + (rank if (d > first or not together) else 0)] = n
     made = isolated(attach(result, out_extents)) if out_extents else result
-    if isinstance(source, TracedTensor) and isinstance(made, TracedTensor):
-        made._bounds = source._bounds
+    if isinstance(made, TracedTensor):
+        made._bounds = elements_span(source)
     return made
 
 

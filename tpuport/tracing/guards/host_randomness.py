@@ -208,9 +208,10 @@ def unchanged(roots: list[Any], plan: SpeculationLog) -> Iterator[None]:
             remedy=(
                 "draw them with torch (torch.rand, torch.randint), which a ported model makes"
                 " fresh at each call; `tpuport.convert` also draws one number at a time so"
-                " (random.random(), np.random.uniform(a, b)); or pass the torch.Generator as an"
-                " argument; in code that is not yours: .eval() if it draws in training only, or"
-                " `tpuport run --eager NAME`, which leaves that class to eager PyTorch"
+                " (random.random(), np.random.uniform(a, b), random.choice(items)); or pass the"
+                " torch.Generator as an argument; in code that is not yours: .eval() if it draws in"
+                " training only, or `tpuport run --eager NAME`, which leaves that class to eager"
+                " PyTorch"
             ),
             place="{}:{}".format(*watch.site) if watch.site else None,
         )

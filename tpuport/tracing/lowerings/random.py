@@ -63,8 +63,10 @@ def randn_like(x, *, dtype=None, key, **unused) -> jax.Array:
 
 
 def _integers(
-    key: jax.Array, shape: tuple[int, ...], low: int, high: int, dtype: jnp.dtype
+    key: jax.Array, shape: tuple[int, ...], low: Any, high: Any, dtype: jnp.dtype
 ) -> jax.Array:
+    if isinstance(low, jax.Array) or isinstance(high, jax.Array):
+        return jax.random.randint(key, shape, low, high).astype(dtype)
     wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]  (set by name)
     limit = jnp.iinfo(jnp.int64 if wide else jnp.int32)
     high = min(int(high), int(limit.max))

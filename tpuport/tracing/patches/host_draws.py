@@ -11,6 +11,7 @@ import torch
 
 from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.keys import STAND_IN
 from tpuport.tracing.core.speculation import RestartTrace
@@ -20,9 +21,9 @@ from tpuport.tracing.patches._count import count
 class HostDraws(Shim):
     """`random.random()` and others in a trace give a traced number, drawn as `torch.rand` draws.
 
-    The eager run that a program is compared with draws the same number, of float32's 24 bits. What
-    gives more than one number, an item of a list or an order of them has no such form, and is
-    refused afterwards.
+    The eager run that a program is compared with draws the same number, of float32's 24 bits. An
+    item of a list (`random.choice`) is the one at a drawn index, which is a branch for each item.
+    What gives more than one number or an order of them has no such form, and is refused afterwards.
     """
 
     TARGET = "random.random"
@@ -64,7 +65,8 @@ def _drawn(number: Callable[..., Any], original: Any) -> Callable[..., Any]:
         except TypeError:
             return original(*args, **kwargs)
         # An array as a bound asks for as many numbers.
-        if not all(isinstance(given, _NUMBERS) for given in bound.arguments.values()):
+        taken = _ITEMS if number is _python_item else _NUMBERS
+        if not all(isinstance(given, taken) for given in bound.arguments.values()):
             return original(*args, **kwargs)
         try:
             drawn = number(*args, **kwargs)
@@ -91,6 +93,7 @@ def _set(original: Any) -> Callable[..., Any]:
 
 
 _NUMBERS = (int, float, np.number, *sym_numbers.SYMBOLIC)
+_ITEMS = (list, tuple, range)
 
 
 class _NoRange(Exception):
@@ -105,9 +108,18 @@ def _between(a: Any, b: Any) -> Any:
     return a + (b - a) * _uniform()
 
 
+def _is_traced(number: Any) -> bool:
+    return isinstance(number, torch.SymInt)
+
+
 def _whole(start: Any, stop: Any) -> Any:
     # Of bool and floats Python and numpy have opinions of their own.
-    if any(type(bound) is not int for bound in (start, stop)) or start >= stop:
+    if any(type(bound) is not int and not _is_traced(bound) for bound in (start, stop)):
+        raise _NoRange
+    if _is_traced(start) or _is_traced(stop):
+        first, last = (sym_numbers.exact_value(bound) for bound in (start, stop))
+        raise_if(first >= last, ValueError("empty range to draw a number from"))
+    elif start >= stop:
         raise _NoRange
     return torch.randint(start, stop, ()).item()
 
@@ -126,6 +138,10 @@ def _python_whole(a: Any, b: Any) -> Any:
 
 def _python_below(start: Any, stop: Any = None) -> Any:
     return _whole(0, start) if stop is None else _whole(start, stop)
+
+
+def _python_item(seq: Any) -> Any:
+    return seq[_whole(0, len(seq))]
 
 
 def _numpy_standard() -> Any:
@@ -151,6 +167,7 @@ _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
     (random, "normalvariate", _python_normal),
     (random, "randint", _python_whole),
     (random, "randrange", _python_below),
+    (random, "choice", _python_item),
     *((np.random, name, _uniform) for name in ("rand", "random", "ranf", "random_sample")),
     (np.random, "sample", _uniform),
     *((np.random, name, _numpy_standard) for name in ("randn", "standard_normal")),
