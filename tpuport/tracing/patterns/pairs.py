@@ -33,12 +33,12 @@ class _Half(NamedTuple):
 
     Args:
         source: the array of pairs, or the one that it is reshaped from.
-        index: 0 or 1.
+        number: 0 for the first ones, 1 for the second.
         negated: whether the sign changes.
     """
 
     source: Any
-    index: int
+    number: int
     negated: bool
 
 
@@ -78,12 +78,12 @@ def _exchanged(program: FlatProgram, pairs: Any) -> _Way | None:
     if even is None or odd is None or even.source is not odd.source:
         return None
     # Pairs that stay as they are need no other way.
-    if even.source.aval.size != pairs.aval.size or (even.index, odd.index) == (0, 1):
+    if even.source.aval.size != pairs.aval.size or (even.number, odd.number) == (0, 1):
         return None
 
     def compute(values: RunningValues) -> jax.Array:
         x = values.read(even.source).reshape(_joined(pairs.aval.shape))
-        first, second = _first(x, even.index), _second(x, odd.index)
+        first, second = _first(x, even.number), _second(x, odd.number)
         return _by_place(-first if even.negated else first, -second if odd.negated else second)
 
     return compute
@@ -141,7 +141,7 @@ def _columns(program: FlatProgram, pairs: Any) -> _Way | None:
             half = _half(program, number)
             if half is None or half.negated or not _is_column(number, factor, pairs):
                 continue
-            found[half.index] = half.source, factor
+            found[half.number] = half.source, factor
             break
     if set(found) != {0, 1} or found[0][0] is not found[1][0]:
         return None
