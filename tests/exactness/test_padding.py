@@ -441,7 +441,7 @@ NOT_HERE = {
         "new_full",
     ),
     *("new_empty", "_fused_rms_norm"),
-    *("rand", "randn", "rand_like", "randn_like", "bernoulli", "native_dropout"),
+    *("rand", "randn", "rand_like", "randn_like", "randint", "bernoulli", "native_dropout"),
     # test_draws_that_fill_rows
     *("uniform", "normal_functional", "exponential", "random", "log_normal", "cauchy", "geometric"),
     *("__and__", "__or__", "__xor__"),

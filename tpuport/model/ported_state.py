@@ -161,7 +161,8 @@ class PortedState:
         for name, (reference, version) in self._loaded.items():
             array, leaf = reference(), leaves.get(name)
             if array is not None and isinstance(leaf, torch.Tensor):
-                if shared_memory.is_unwritten(leaf, array, version):
+                # One that a training step was given to reuse has no values to show.
+                if array.is_deleted() or shared_memory.is_unwritten(leaf, array, version):
                     found[name] = array
         return found
 
