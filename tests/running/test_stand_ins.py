@@ -255,6 +255,29 @@ def test_a_part_of_an_installed_package_may_be_missing(run, tmp_path, monkeypatc
         pass
 
 
+@pytest.mark.usefixtures("absent")
+@pytest.mark.parametrize("where", ["first", "last"])
+@pytest.mark.parametrize("name", ["real_pack_made", "decord"])
+def test_a_finder_that_the_program_adds_is_asked(run, monkeypatch, where, name):
+    source = f"""
+import importlib.abc, importlib.machinery, sys
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == {name!r} else None
+
+    def exec_module(self, module):
+        module.VALUE = 3
+
+sys.meta_path.insert(0 if {where!r} == "first" else len(sys.meta_path), Finder())
+import {name} as made
+VALUE = made.VALUE
+"""
+    monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
+    assert run(source, "user_finder").VALUE == 3
+    sys.modules.pop(name)
+
+
 def test_other_packages_fail_with_a_note(run):
     with (
         tpuport.porting(),

@@ -21,6 +21,7 @@ from typing import Any
 
 from tpuport.compat.emulated.installed import InForce
 from tpuport.compat.emulated.settings import active
+from tpuport.compat.imports.later_finders import ask_later
 from tpuport.compat.imports.missing_packages import StandInModule
 from tpuport.compat.imports.optional_imports import copes, importing_frame
 from tpuport.compat.packages._package import Package, find_packages
@@ -120,7 +121,10 @@ def _package_spec(name: str, loader: _Loader, origin: str) -> ModuleSpec:
 
 
 class _Absent(importlib.abc.MetaPathFinder):
-    """The finder of stand-ins, which comes last and so only sees what is not installed."""
+    """The finder of stand-ins, which comes last and so only sees what is not installed.
+
+    A program may append a finder of its own after it: that one is asked before an answer is given.
+    """
 
     def __init__(self, made: dict[str, ModuleType], guard: Callable[[], None]) -> None:
         self._made, self._guard = made, guard
@@ -129,12 +133,14 @@ class _Absent(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Any = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a stand-in, or None where the import may fail."""
-        del path, target
         frame, imports = importing_frame()
         if not imports or frame is None or active() is None:
             return None
         if is_inside(frame.f_code.co_filename) or copes(frame):
             return None
+        later = ask_later(self, fullname, path, target)
+        if later is not None:
+            return later
         package = find_packages().get(fullname.partition(".")[0])
         spec = _provide(package, fullname, self._made) if package is not None else None
         if spec is not None:

@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec, NamespaceLoader, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
+from tpuport.compat.imports.later_finders import ask_later
 from tpuport.compat.imports.rewritten import Rewritten, default_cache_dir, rewritten
 from tpuport.foundation.errors import UsageError
 from tpuport.lint.cache import Cache
@@ -96,7 +97,7 @@ class ImportHook(MetaPathFinder):
         if target is not None and not self.has_loaded(fullname):
             # A reload of a module from before the block, which must outlive the block unchanged.
             return None
-        spec = self._ask_others(fullname, path, target)
+        spec = ask_later(self, fullname, path, target)
         if spec is None:
             return None
         if spec.loader is None or isinstance(spec.loader, NamespaceLoader):
@@ -159,19 +160,6 @@ class ImportHook(MetaPathFinder):
         except OSError as error:
             return Rewritten(reason=f"cannot be read: {error.strerror or error}")
         return rewritten(data, file, self._cache)
-
-    def _ask_others(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None
-    ) -> ModuleSpec | None:
-        finders = list(sys.meta_path)
-        # The finders before this one have been asked already.
-        places = [place for place, finder in enumerate(finders) if finder is self]
-        for finder in finders[places[0] + 1 :] if places else ():
-            find = getattr(finder, "find_spec", None)
-            spec = find(name, path, target) if find is not None else None
-            if spec is not None:
-                return spec
-        return None
 
 
 @contextlib.contextmanager
