@@ -5,6 +5,7 @@ Contents:
     test_refused_*    what would leave a gradient, or state, outside of the program
 """
 
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -338,6 +339,22 @@ def test_the_gradients_of_a_reentrant_block_are_compared():
     ported.verify(X)
     compared = {one.path for one in ported.report.parity}
     assert {"grad.layers.1.weight", "grad.layers.2.weight"} <= compared
+
+
+def test_a_function_that_somebody_put_around_backward_is_known_in_a_program(monkeypatch: Any):
+    original, calls = torch.autograd.backward, []
+
+    @functools.wraps(original)
+    def noted(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(tensors)
+        original(tensors, *args, **kwargs)
+
+    torch.manual_seed(0)
+    ported = tpuport.convert(Reentrant())
+    monkeypatch.setattr(torch.autograd, "backward", noted)
+    ported.verify(X)
+    assert calls
+    assert {"grad.layers.1.weight"} <= {one.path for one in ported.report.parity}
 
 
 def test_a_reversible_layer_behind_no_parameter_has_eagers_gradients():
