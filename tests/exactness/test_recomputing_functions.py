@@ -1,10 +1,11 @@
 """Custom functions whose backward runs modules again, and gradients taken inside a program.
 
 Contents:
-    MODELS            OpenAI's CheckpointFunction, reversible layers, hooks, inner backward()
+    MODELS            checkpointing functions, reversible layers, hooks, inner backward()
     test_refused_*    what would leave a gradient, or state, outside of the program
 """
 
+import functools
 import itertools
 import warnings
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import torch
 from torch import func, nn
 from torch.autograd import functional
+from torch.utils.checkpoint import CheckpointFunction
 
 import tpuport
 from tests.exactness.scenario import normal
@@ -63,6 +65,31 @@ class Checkpointed(nn.Module):
             weights = [*layer.parameters(), self.unused]
             x = Checkpoint.apply(lambda x, f=layer: self._block(x, f), 1, x, *weights)
         return x
+
+
+class _Delegating(torch.autograd.Function):
+    """Activation checkpointing by torch's own function, as for moving activations to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Any, keep: bool, *args: Any) -> Any:
+        return CheckpointFunction.forward(ctx, run, keep, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return CheckpointFunction.backward(ctx, *grads)
+
+
+class Reentrant(nn.Module):
+    """Blocks whose backward calls `backward()`, which `torch.autograd.grad` does not allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        x = CheckpointFunction.apply(self.layers[1], True, x).tanh()
+        return _Delegating.apply(self.layers[2], True, x).tanh()
 
 
 class _Kept(nn.Module):
@@ -260,7 +287,7 @@ class Constants(nn.Module):
         return score, found[0], found[1], b.grad * sum(1 for value in c if value > 0.4)
 
 
-MODELS = [Checkpointed, Reversible, Hooked, Penalty, Integrated, Constants]
+MODELS = [Checkpointed, Reversible, Hooked, Penalty, Integrated, Constants, Reentrant]
 
 
 def _loss(out: Any) -> Any:
@@ -306,6 +333,30 @@ def test_a_reversible_layer_draws_the_same_numbers_in_its_backward():
     assert any(one.path.startswith("grad.blocks.0.f") for one in ported.report.parity)
 
 
+def test_the_gradients_of_a_reentrant_block_are_compared():
+    torch.manual_seed(0)
+    ported = tpuport.convert(Reentrant())
+    ported.verify(X)
+    compared = {one.path for one in ported.report.parity}
+    assert {"grad.layers.1.weight", "grad.layers.2.weight"} <= compared
+
+
+def test_a_function_that_somebody_put_around_backward_is_known_in_a_program(monkeypatch: Any):
+    original, calls = torch.autograd.backward, []
+
+    @functools.wraps(original)
+    def noted(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append(tensors)
+        original(tensors, *args, **kwargs)
+
+    torch.manual_seed(0)
+    ported = tpuport.convert(Reentrant())
+    monkeypatch.setattr(torch.autograd, "backward", noted)
+    ported.verify(X)
+    assert calls
+    assert {"grad.layers.1.weight"} <= {one.path for one in ported.report.parity}
+
+
 def test_a_reversible_layer_behind_no_parameter_has_eagers_gradients():
     class First(nn.Module):
         def __init__(self) -> None:
@@ -321,7 +372,7 @@ def test_a_reversible_layer_behind_no_parameter_has_eagers_gradients():
     assert any(one.path.startswith("grad.blocks.0.f") for one in ported.report.parity)
 
 
-@pytest.mark.parametrize("build", [Checkpointed, Reversible, Hooked])
+@pytest.mark.parametrize("build", [Checkpointed, Reversible, Hooked, Reentrant])
 def test_training_steps_and_scripts_are_those_of_eager(build: type[nn.Module]):
     torch.manual_seed(0)
     models = [build().eval() for _ in range(3)]

@@ -104,6 +104,7 @@ class StepRecorder:
     def recorded(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return `backward`, which also records the value that it is called on."""
 
+        @functools.wraps(backward)
         def call(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self.in_backward:  # one of the two calls the other
                 return backward(tensors, *args, **kwargs)

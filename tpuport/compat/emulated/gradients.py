@@ -22,6 +22,8 @@ from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.foundation.interop.saved_tensors import without_saved_tensors_hooks
+from tpuport.foundation.patching.shim import installed
+from tpuport.model.parity.uncheckpointed import ReentrantBackward
 from tpuport.model.program_cache import BoundCall, CachedProgram
 from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.errors import error_here
@@ -358,7 +360,7 @@ class DifferentiatedCall:
         """Let backward passes in the block end here, and be none of the script's."""
         self.ends_here = True
         try:
-            with comparing_gradients():
+            with comparing_gradients(), installed((ReentrantBackward,)):
                 yield
         finally:
             self.ends_here = False

@@ -11,9 +11,11 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
+from tpuport.foundation.patching.shim import installed
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.same_numbers import DrewInBackward
 from tpuport.model.parity.structure import Pair, comparable
+from tpuport.model.parity.uncheckpointed import ReentrantBackward
 from tpuport.model.parity.verify import Reference, Verifier
 from tpuport.reports.records import Kind
 from tpuport.tracing.core.gradient_paths import as_torch, kept_value_and_grad, value_and_grad
@@ -76,7 +78,8 @@ def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
         if leaf.requires_grad:
             try:
                 total = _real(leaf).sum()
-                torch.autograd.grad(total, trained, retain_graph=True, allow_unused=True)
+                with _grads_left(trained):
+                    torch.autograd.grad(total, trained, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 found[index] = error
     return found
@@ -108,25 +111,36 @@ def of_sums(
     trained = {name: p for name, p in torch.nn.Module.named_parameters(module) if p.requires_grad}
     if not sums or not trained:
         return dict.fromkeys(trained)
-    before = [p.grad for p in trained.values()]
-    for p in trained.values():
-        p.grad = None
-    try:
-        with comparing_gradients():
-            # Without the other leaves autograd leaves out what leads to them alone, as the custom
-            # backward of a reversible layer does whose input is the user's.
-            others = _other_leaves(sums, set(trained.values()))
-            made = torch.autograd.grad(
-                sums, [*trained.values(), *others], allow_unused=True, retain_graph=keep
-            )
-        # A custom backward may run `backward()`, which adds to `.grad`: reversible layers do.
-        left = [p.grad for p in trained.values()]
-    finally:
-        for p, grad in zip(trained.values(), before, strict=True):
-            p.grad = grad
+    with comparing_gradients(), _grads_left(trained.values()) as left:
+        # Without the other leaves autograd leaves out what leads to them alone, as the custom
+        # backward of a reversible layer does whose input is the user's.
+        others = _other_leaves(sums, set(trained.values()))
+        made = torch.autograd.grad(
+            sums, [*trained.values(), *others], allow_unused=True, retain_graph=keep
+        )
     own = made[: len(trained)]
     given = ([g for g in pair if g is not None] for pair in zip(own, left, strict=True))
     return {n: sum(some) if some else None for n, some in zip(trained, given, strict=True)}  # pyright: ignore[reportReturnType]
+
+
+@contextlib.contextmanager
+def _grads_left(trained: Collection[torch.Tensor]) -> Iterator[list[torch.Tensor | None]]:
+    """Yield a list that gets what the block adds to each `.grad`, which is then as it was before.
+
+    A custom backward may run `backward()`, as reversible layers and reentrant checkpointed blocks
+    do.
+    """
+    left: list[torch.Tensor | None] = []
+    before = [p.grad for p in trained]
+    for p in trained:
+        p.grad = None
+    try:
+        with installed((ReentrantBackward,)):
+            yield left
+        left += [p.grad for p in trained]
+    finally:
+        for p, grad in zip(trained, before, strict=True):
+            p.grad = grad
 
 
 def _other_leaves(

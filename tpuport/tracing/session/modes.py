@@ -158,7 +158,8 @@ class FunctionMode(TorchFunctionMode):
         given = (*args, *(kwargs or {}).values())
         if not KINDS.isdisjoint(map(type, given)):
             refuse_measured(given)
-        handler = FUNCTIONS.get(func)
+        # torch names its public function, which may be one that somebody put around it.
+        handler = FUNCTIONS.get(func) or FUNCTIONS.get(getattr(func, "__wrapped__", None))
         if handler is not None and not _is_transformed(args, kwargs):
             result = handler(self.trace, func, args, kwargs or {})
             if result is not NotImplemented:
