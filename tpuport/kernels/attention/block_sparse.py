@@ -4,9 +4,9 @@ The lists are arguments of the program. A step of the grid handles one block of 
 its list from scalar memory and fetches the blocks that the list names, the next ones while it
 computes. A short list therefore costs little time, whatever the longest one is.
 
-Scores are transposed, keys by queries, as in `dense.py`, whose pipeline this kernel uses. Lists
-with masks, of blocks in which not every score counts, have a loop of their own; the others compare
-nothing. The backward pass has a kernel for the gradient of queries, over the same lists, and one
+Scores are transposed, keys by queries, as in `dense.py`, but with a running maximum: what a query
+sees is in its list alone. Lists with masks, of blocks in which not every score counts, have a loop
+of their own; the others compare nothing. The backward pass has a kernel for the gradient of queries, over the same lists, and one
 for those of keys and values, over the transposed lists.
 """
 
@@ -222,7 +222,10 @@ def _add_keys(
     mask_ref: Any,
     factor: float,
 ) -> None:
-    """Add keys to the sums, tile by tile in a pipeline, as `dense.add_block` does.
+    """Add keys to the sums, tile by tile in a pipeline.
+
+    While one tile's scores are computed, those of the tile before become weights, and the weights
+    before them meet their values.
 
     Queries are not scaled before their product, so that they are not rounded: the factor of the
     scores, with log2(e) in it, comes after. Scores and weights have no buffers: the unit that

@@ -302,13 +302,7 @@ def _kernel(
 
     @pl.when(step == 0)
     def _start() -> None:
-        exact = q_ref[...].astype(jnp.float32).T * factor
-        exists = lax.broadcasted_iota(jnp.int32, (1, exact.shape[1]), 1) < left
-        exact = jnp.where(exists, exact, 0)
-        rounded = exact.astype(query_ref.dtype)
-        query_ref[: exact.shape[0]] = rounded
-        base = jnp.where(exists, first_base_ref[...], 0)
-        _put_base(query_ref, exact - rounded.astype(jnp.float32), base)
+        _put_queries(query_ref, q_ref[...].astype(jnp.float32).T * factor, first_base_ref, left)
         sum_ref[...] = jnp.zeros_like(sum_ref)
         total_ref[...] = jnp.zeros_like(total_ref)
 
@@ -337,6 +331,16 @@ def _kernel(
         out_ref[...] = (sum_ref[...] / weight).T.astype(out_ref.dtype)
         lse = (_base(query_ref) + jnp.log2(weight)) * math.log(2)
         lse_ref[...] = jnp.where(empty, -jnp.inf, lse)
+
+
+def _put_queries(query_ref: Any, exact: Any, first_base_ref: Any, left: Any) -> None:
+    """Write scaled queries (D, queries) and their bases, of which the first `left` exist."""
+    exists = lax.broadcasted_iota(jnp.int32, (1, exact.shape[1]), 1) < left
+    exact = jnp.where(exists, exact, 0)
+    rounded = exact.astype(query_ref.dtype)
+    query_ref[: exact.shape[0]] = rounded
+    base = jnp.where(exists, first_base_ref[...], 0)
+    _put_base(query_ref, exact - rounded.astype(jnp.float32), base)
 
 
 def _put_base(query_ref: Any, rest: Any, base: Any) -> None:
