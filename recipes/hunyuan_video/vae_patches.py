@@ -41,14 +41,14 @@ def causal_by_frames(model: torch.nn.Module) -> Iterator[None]:
     before = {block: block.forward for block in found}
     try:
         for block in found:
-            block.forward = _attend_by_frames
+            block.forward = _attend
         yield
     finally:
         for block, forward in before.items():
             block.forward = forward
 
 
-def _attend_by_frames(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _attend(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Compute an attention block with a computed mask, from (B, C, T, H, W) to the same shape."""
     names = PROJECTIONS[type(self).__name__]
     normed = self.norm(x)

@@ -56,7 +56,8 @@ def kinds_of(
 def _note(value: Any, kinds: list[Any], leaves: list[Any], seen: set[int]) -> bool:
     """Add the kind of a value and its tensors; return whether it is a plain one.
 
-    One that occurs twice is not: that is another structure than two equal ones.
+    A tensor or container that occurs twice is not plain: the same one given twice needs another
+    program than two that are equal.
     """
     kind = type(value)
     if kind in _STATIC:

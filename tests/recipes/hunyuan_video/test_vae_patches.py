@@ -1,4 +1,4 @@
-"""Attention frame by frame is the class's own function, and the class is as before afterwards."""
+"""Attention with a computed mask is the class's own function, and the class is restored."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def block() -> Any:
 
 
 @pytest.mark.parametrize("frames", [1, 3])
-def test_attention_by_frames_is_masked_attention(frames: int):
+def test_attention_with_a_computed_mask_is_the_classs_own(frames: int):
     attention = block()
     x = normal(1, 16, frames, 3, 2).requires_grad_()
     want = attention(x)
@@ -32,7 +32,7 @@ def test_attention_by_frames_is_masked_attention(frames: int):
     assert HunyuanVideo15AttnBlock.forward is FORWARD
 
 
-def test_no_mask_is_made(monkeypatch: pytest.MonkeyPatch):
+def test_the_classs_own_mask_is_not_made(monkeypatch: pytest.MonkeyPatch):
     make, made = HunyuanVideo15AttnBlock.prepare_causal_attention_mask, []
 
     def mask(frames: int, size: int, *args: Any, **more: Any) -> torch.Tensor:

@@ -377,6 +377,7 @@ def _overlap(a: Any, b: Any) -> bool:
     return bool(_places(written, b).any())
 
 
+# In larger memory (a byte for each element is set and read here) the two count as overlapping.
 _MOST_PLACES = 1 << 26
 
 

@@ -114,4 +114,5 @@ def _padded(base: Any, dim: int, before: NumberNode, after: NumberNode, value: A
     return isolated(attach(made, {**extents, dim: length}))
 
 
+# A bound above this is one that nobody gave: the padding would be made in this length.
 _MOST_PADDED = 1 << 24
