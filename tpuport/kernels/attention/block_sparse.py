@@ -6,8 +6,8 @@ computes. A short list therefore costs little time, whatever the longest one is.
 
 Scores are transposed, keys by queries, as in `dense.py`, but with a running maximum: what a query
 sees is in its list alone. Lists with masks, of blocks in which not every score counts, have a loop
-of their own; the others compare nothing. The backward pass has a kernel for the gradient of queries, over the same lists, and one
-for those of keys and values, over the transposed lists.
+of their own; the others compare nothing. The backward pass has a kernel for the gradient of
+queries, over the same lists, and one for those of keys and values, over the transposed lists.
 """
 
 import dataclasses
