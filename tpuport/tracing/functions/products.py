@@ -22,15 +22,16 @@ from tpuport.tracing.dynamic_shapes import contractions
 from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled, isolated
 from tpuport.tracing.functions import promotion
 from tpuport.tracing.functions.registry import any_traced, function
-from tpuport.tracing.lowerings._numeric import broadcast_wide
+from tpuport.tracing.lowerings._numeric import broadcast_wide, is_low
 
 # The C++ functions behind torch.nn.functional.
 _NN: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]  (not in the stubs)
 
 
-def _autocast() -> bool:
-    """Return whether autocast is on: C++ must then see the call, to cast its operands."""
-    return autocast_dtype() is not None
+def _cast(operands: list[Any]) -> list[Any]:
+    """Cast operands as an active autocast does in C++, which does not see calls lowered here."""
+    dtype = autocast_dtype()
+    return operands if dtype is None else [to_autocast(o, dtype) for o in operands]
 
 
 def _whole(trace: Trace, operands: list[Any], meta: Any, compute: Callable[..., jax.Array]) -> Any:
@@ -66,9 +67,9 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     names = ("input", "weight", "bias")
     bound = dict(zip(names, args, strict=False)) | kwargs
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
-    x, weight, bias = promotion.layer([x, weight, bias])
-    if not any_traced(trace, [x, weight, bias]) or _autocast():
+    if not any_traced(trace, [x, weight, bias]):
         return NotImplemented
+    x, weight, bias = promotion.layer(_cast([x, weight, bias]))
     if extents_of(weight) or (x.dim() - 1) in extents_of(x):
         return NotImplemented
     meta = linear_meta(x, weight, bias)
@@ -76,9 +77,14 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         check_one_dtype([x, weight, bias])
         meta = _NN.linear(*_metas([x, weight, bias]))
 
+    # Under autocast the bias is added before the product is rounded, as C++ does it.
+    is_fused = bias is not None and autocast_dtype() is not None
+
     def compute(x: jax.Array, w: jax.Array, b: jax.Array | None) -> jax.Array:
-        y = jax.lax.dot_general(x, w, (((x.ndim - 1,), (w.ndim - 1,)), ((), ())))
-        return y if b is None else y + broadcast_wide(b, y.shape)
+        kept = jnp.float32 if is_fused and is_low(x) else None
+        dims = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+        y = jax.lax.dot_general(x, w, dims, preferred_element_type=kept)
+        return y if b is None else (y + broadcast_wide(b, y.shape)).astype(x.dtype)
 
     result = _whole(trace, [filled(x, 0), weight, bias], meta, compute)
     return isolated(attach(result, dict(extents_of(x))))
@@ -86,10 +92,11 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 @function(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.bmm, torch.Tensor.bmm)
 def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if len(args) != 2 or kwargs or not any_traced(trace, args) or _autocast():
+    if len(args) != 2 or kwargs or not any_traced(trace, args):
         return NotImplemented
     if not all(isinstance(a, torch.Tensor) for a in args):
         return NotImplemented
+    args = _cast(list(args))
     if any(extents_of(a) for a in args):
         return contractions.matmul(*args)
     args = promotion.product(args)
@@ -101,17 +108,33 @@ def _matmul(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     return _whole(trace, list(args), meta, jnp.matmul)
 
 
+def _is_one_product(equation: str) -> bool:
+    """Return whether an einsum is one product of two matrices, summed over dims of both."""
+    given, _, wanted = equation.partition("->")
+    operands = given.split(",")
+    if len(operands) != 2 or "->" not in equation or "." in equation:
+        return False
+    left, right = (set(one) for one in operands)
+    summed = (left | right) - set(wanted)
+    return bool(summed) and summed <= left & right
+
+
 @function(torch.einsum, torch.functional.einsum)
 def _einsum(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
-    if not args or not isinstance(args[0], str) or _autocast():
+    if not args or not isinstance(args[0], str):
         return NotImplemented
     operands = (
         list(args[1]) if len(args) == 2 and isinstance(args[1], (list, tuple)) else list(args[1:])
     )
     if not any_traced(trace, operands):
         return NotImplemented
-    operands = promotion.product(operands)
     equation = args[0].replace(" ", "")
+    if autocast_dtype() is not None:
+        if not _is_one_product(equation):
+            # C++ decides which of its steps are products, whose operands are cast.
+            return NotImplemented
+        operands = _cast(operands)
+    operands = promotion.product(operands)
     if any(extents_of(o) for o in operands):
         return contractions.einsum(equation, operands)
     if any(o.dtype != operands[0].dtype for o in operands):
