@@ -12,12 +12,17 @@ import sys
 from types import ModuleType
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import tpuport
 from tests.upstream.test_hyvideo import pytestmark as needs_hyvideo
 from tpuport.compat.emulated.programs import PortWarning, programs
+from tpuport.sharding import ShardingRules, SpecRule, count_collectives, make_mesh
 
 pytestmark = [
     *needs_hyvideo,
@@ -134,3 +139,26 @@ def test_it_equals_upstreams_function_in_eager_pytorch(name: str, by_kernel: boo
         # Of the largest: sums over tiles, in another order than over all pairs, in float32.
         scale = other.abs().max()
         torch.testing.assert_close(one / scale, other / scale, rtol=0, atol=2e-5)
+
+
+def test_tokens_are_exchanged_for_heads_before_they_are_sorted():
+    wanted = reference("sta")[0]
+    mesh = make_mesh({"sequence": 2}, jax.devices()[:2])
+    with fresh(), tpuport.porting("hyvideo", absent=["loguru"], port_modules=False):
+        module = importlib.import_module("hyvideo.models.transformers.modules.ssta_attention")
+        ported = tpuport.convert(Sparse(module.ssta_3d_attention, CASES["sta"]), verify=False)
+        tpuport.shard(ported, mesh, ShardingRules([SpecRule("**", P())], name="whole"))
+        tokens = NamedSharding(mesh, P(None, None, "sequence"))
+        generator = torch.Generator().manual_seed(0)
+        given = [torch.randn(wanted.shape, generator=generator).numpy() for _ in range(3)]
+        given = [jax.device_put(x, tokens) for x in given]
+
+        def run(*given: Any) -> Any:
+            out, _ = ported.apply(ported.params, ported.buffers, None, *given, None)
+            return jax.lax.with_sharding_constraint(out, tokens)
+
+        with tpuport.attention_options(interpret=True, sequence_parallel="ulysses"):
+            compiled = jax.jit(run).lower(*given).compile()
+    assert set(count_collectives(str(compiled.as_text()))) == {"all-to-all"}
+    scale = float(wanted.abs().max())
+    np.testing.assert_allclose(compiled(*given) / scale, wanted / scale, rtol=0, atol=2e-5)

@@ -1,16 +1,19 @@
 """Attention over lists of blocks that data decides, on torch tensors, for shims and packages."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from tpuport.kernels.attention import AttentionOptions, BlockLists, attend_blocks, lists_of
 from tpuport.kernels.attention.attend_blocks import serves
 from tpuport.tracing.attention.lower import note_call, spread
-from tpuport.tracing.attention.options import shards_for
+from tpuport.tracing.attention.options import heads_over, shards_for
 from tpuport.tracing.attention.torch_entry import kernel_options
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as
@@ -137,3 +140,40 @@ def attend_matrix(
     """
     lists = [lists_of(value_of(seen))]
     return attend_lists(operands, lists, blocks=blocks, scale=scale, mask="listed blocks")[0]
+
+
+def by_heads(
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Call attention that reorders tokens before its kernel and after it.
+
+    With `sequence_parallel="ulysses"` tokens are exchanged for heads before the call, and back
+    after it, instead of around the kernel: to reorder tokens that are spread over chips costs
+    more than the attention.
+
+    Args:
+        operands: Queries [B, H, L, D], keys [B, G, S, D] and values [B, G, S, Dv].
+        attend: Returns [B, H, L, Dv].
+    """
+    trace, options = current(), kernel_options()
+    if trace is None or options is None or options.sequence_parallel != "ulysses":
+        return attend(*operands)
+    shards = shards_for(trace.options.mesh, operands[0].shape[:3])
+    if shards is None or not shards.sequence:
+        return attend(*operands)
+    axes = (*shards.heads, *shards.sequence)
+    if operands[1].shape[1] % math.prod(shards.mesh.shape[axis] for axis in axes):
+        return attend(*operands)
+
+    def placed(x: torch.Tensor, spec: P) -> torch.Tensor:
+        value = jax.lax.with_sharding_constraint(value_of(x), NamedSharding(shards.mesh, spec))
+        meta = torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+        return wrap_as(None, value, meta, trace, flow_of([x]))
+
+    with heads_over(axes):
+        result = attend(*(placed(x, P(shards.batch, axes)) for x in operands))
+    # A sequence may be one that chips do not divide; it is then left as it is.
+    over = math.prod(shards.mesh.shape[axis] for axis in shards.sequence)
+    tokens = shards.sequence if result.shape[2] % over == 0 else None
+    return placed(result, P(shards.batch, shards.heads, tokens)) if tokens else result

@@ -86,6 +86,19 @@ def attention_options(
         _CHOICE.reset(token)
 
 
+@contextlib.contextmanager
+def heads_over(axes: tuple[str, ...]) -> Iterator[None]:
+    """Let attention in the block shard its heads over these axes of the mesh, and no sequence."""
+    chosen = _CHOICE.get()
+    assert chosen is not None, "axes of attention without a choice of the user's"
+    named = {**dict(chosen.axes), "heads": axes, "sequence": ()}
+    token = _CHOICE.set(replace(chosen, axes=tuple(sorted(named.items()))))
+    try:
+        yield
+    finally:
+        _CHOICE.reset(token)
+
+
 def options_for(target: str) -> AttentionOptions | None:
     """Return the options for a program on one platform; None to compute attention as eager does."""
     chosen = choice()
