@@ -171,6 +171,25 @@ def test_scores_far_below_zero_keep_their_weights():
     check(some_lists(6, (1, 1), masked=False), given, RTOL_BF16 * 3)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_keys_that_are_seen_far_above_those_of_the_base_keep_their_weights(dtype: str):
+    q, k, *rest = arrays("one head", dtype)
+    q, k = jnp.abs(q) + 1, jnp.abs(k) + 1
+    # The first keys of each block are those whose scores are the base; the last have weights that
+    # no float32 holds beside theirs.
+    place = jnp.arange(KEYS) % BLOCKS[1]
+    k = k * jnp.where(place < block_sparse._SAMPLE, 0.01, 4 * (place // 64 + 1))[:, None].astype(
+        dtype
+    )
+    full, partial = some_lists(5, (1, 1), masked=True)
+    rtol = RTOL_BF16 * 3 if dtype == "bfloat16" else RTOL * 10
+    for lists in ((full, partial), (partial, full)):
+        check(lists, [q, k, *rest], rtol)
+    found = jitted()((full,), q, k.at[0, 0, 40].set(jnp.nan), *rest)
+    seen = np.asarray(seen_by((full,), (1, 1)))[0, 0, :, 40]
+    np.testing.assert_array_equal(np.isnan(np.asarray(found[4])[0, 0]), seen)
+
+
 @pytest.mark.parametrize(
     ("axes", "way"),
     [

@@ -20,7 +20,7 @@ MASKED_KEYS = 768
 # Each block that is fetched at a time has copies of its own in the program.
 _MOST_BLOCKS = 8
 # Keys of one product, the best first; of those that are an odd number of blocks of 128, 384.
-_TILES = (512, 384, 256, 128)
+_TILES = (768, 512, 384, 256, 128)
 
 Lists = tuple[BlockLists, ...]
 
@@ -172,6 +172,7 @@ def visit(
     copies: Copies,
     buffers: tuple[Sequence[Any], Any],
     compute: Callable[[Fetched], None],
+    first: Callable[[Any], None] = lambda slot: None,
 ) -> None:
     """Fetch the blocks of one list and compute with them, `group` at a time.
 
@@ -184,6 +185,7 @@ def visit(
         buffers: what the copies of a group fill, each with two slots before its dims; and their
             semaphores.
         compute: computes with the blocks that were fetched.
+        first: called with the slot of the first blocks before anything is computed with them.
     """
     count = entries[0, 0]
     steps = lax.div(count + (group - 1), group)
@@ -203,23 +205,30 @@ def visit(
     def _start() -> None:
         for copy in fetch(0, 0):
             copy.start()
+        _wait(buffers, 0)
+        first(0)
 
     def one(step: Any, carry: Any) -> Any:
-        slot = lax.rem(step, 2)
+        slot, following = lax.rem(step, 2), step + 1 < steps
 
-        @pl.when(step + 1 < steps)
+        @pl.when(following)
         def _next() -> None:
             for copy in fetch(step + 1, 1 - slot):
                 copy.start()
 
-        for buffer in buffers[0]:
-            # Waits for as many bytes as all copies to this buffer have.
-            pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], buffers[1].at[slot]).wait()
         indices = tuple(entries[0, place] for place in places(step))
         compute(Fetched(slot, count - step * group, indices))
+        pl.when(following)(lambda: _wait(buffers, 1 - slot))
         return carry
 
     lax.fori_loop(0, steps, one, 0)
+
+
+def _wait(buffers: tuple[Sequence[Any], Any], slot: Any) -> None:
+    """Wait until all copies to a slot of the buffers have arrived."""
+    for buffer in buffers[0]:
+        # Waits for as many bytes as all copies to this buffer have.
+        pltpu.make_async_copy(buffer.at[slot], buffer.at[slot], buffers[1].at[slot]).wait()
 
 
 def copy_in(array: Any, at: tuple[Any, ...], buffer: Any, done: Any, slot: Any) -> Any:

@@ -4,16 +4,18 @@ The lists are arguments of the program. A step of the grid handles one block of 
 its list from scalar memory and fetches the blocks that the list names, the next ones while it
 computes. A short list therefore costs little time, whatever the longest one is.
 
-Scores are transposed, keys by queries, as in `dense.py`, but with a running maximum: what a query
-sees is in its list alone. Lists with masks, of blocks in which not every score counts, have a loop
-of their own; the others compare nothing. The backward pass has a kernel for the gradient of
-queries, over the same lists, and one for those of keys and values, over the transposed lists.
+Scores are transposed, keys by queries, and each query has a base that its scores are compared with,
+as in `dense.py`: the highest score of a few keys of its list, so that no score waits for others.
+Blocks whose sums show that it was too low are computed again with a running maximum. Lists with
+masks, of blocks in which not every score counts, have a loop of their own and always the maximum.
+The backward pass has a kernel for the gradient of queries, over the same lists, and one for those
+of keys and values, over the transposed lists.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,7 @@ from tpuport.kernels.attention.block_fetch import (
     tile_of,
     visit,
 )
+from tpuport.kernels.attention.dense import MOST
 
 FORWARD = "block_sparse_forward"
 # A maximum that no score is below, finite: -inf - -inf is NaN.
@@ -48,6 +51,8 @@ _LOWEST = -1e30
 _KEYS = 3072
 # Rows of ones below the values: one tile of bfloat16.
 _ONES = 16
+# Keys of each block whose scores give a query its base: one tile of bfloat16.
+_SAMPLE = 16
 
 
 def forward(
@@ -86,6 +91,7 @@ def _call_forward(
     scratch = [
         pltpu.VMEM((size // LANES, 2 * LANES, 2 * LANES) if folds else (head_dim, size), dtype),
         pltpu.VMEM((8, size), jnp.float32),
+        pltpu.VMEM((v.shape[2], size), jnp.float32),
         pltpu.VMEM((v.shape[2], size), jnp.float32),
         pltpu.VMEM((2, most, head_dim), k.dtype),
         pltpu.VMEM((2, v.shape[2], most), v.dtype),
@@ -129,12 +135,12 @@ def _forward_kernel(
     num, block = len(groups), problem.kv_block
     entries, masks = refs[:num], refs[num : num + sum(masked)]
     q_ref, k_hbm, v_hbm, out_ref, lse_ref, *scratch = refs[num + sum(masked) :]
-    query_ref, max_ref, sum_ref, k_buffer, v_buffer, done, *mask_buffer = scratch
-    at = pl.program_id(0), lax.div(pl.program_id(1), share)
-    _set_queries(query_ref, q_ref[...].T)
-    max_ref[...] = jnp.full_like(max_ref, _LOWEST)
-    sum_ref[...] = jnp.zeros_like(sum_ref)
-    factor = problem.scale * math.log2(math.e)
+    *held, k_buffer, v_buffer, done = scratch[:7]
+    at, mask_buffer = (pl.program_id(0), lax.div(pl.program_id(1), share)), scratch[7:]
+    state = _State(*held, factor=problem.scale * math.log2(math.e))
+    _set_queries(state.query_ref, q_ref[...].T)
+    state.max_ref[...] = jnp.full_like(state.max_ref, _LOWEST)
+    state.sum_ref[...] = jnp.zeros_like(state.sum_ref)
     nothing = v_hbm.shape[3] // block - 1
     left_masks = iter(masks)
     for entry, group, has_mask in zip(entries, groups, masked, strict=True):
@@ -161,24 +167,51 @@ def _forward_kernel(
 
         def compute(found: Fetched, group: int = group, has_mask: bool = has_mask) -> None:
             keys = pl.ds(0, group * block)
-            _add_keys(
-                *(query_ref, k_buffer.at[found.slot, keys], v_buffer.at[found.slot, :, keys]),
-                *(max_ref, sum_ref),
-                mask_ref=mask_buffer[0].at[found.slot, keys] if has_mask else None,
-                factor=factor,
-            )
+            fetched = k_buffer.at[found.slot, keys], v_buffer.at[found.slot, :, keys]
+            if has_mask:
+                _add_by_maximum(state, *fetched, mask_buffer[0].at[found.slot, keys])
+            else:
+                _add(state, *fetched)
+
+        def first(slot: Any, group: int = group) -> None:
+            _raise_base(state, k_buffer.at[slot, pl.ds(0, group * block)], group)
 
         keys = pl.ds(0, group * block)
         filled = [k_buffer.at[:, keys], v_buffer.at[:, :, keys]]
         filled += [mask_buffer[0].at[:, keys]] if has_mask else []
-        visit(entry, group, copies, (filled, done), compute)
+        before = {} if has_mask else {"first": first}
+        visit(entry, group, copies, (filled, done), compute, **before)
     dim = out_ref.shape[1]
-    weight = sum_ref[dim : dim + 1, :]
+    weight = state.weights()
     empty = weight == 0
-    out = sum_ref[:dim, :] / jnp.where(empty, 1, weight)
+    out = state.sum_ref[:dim, :] / jnp.where(empty, 1, weight)
     out_ref[...] = out.T.astype(out_ref.dtype)
-    lse = max_ref[:1] * problem.scale + jnp.log(jnp.where(empty, 1, weight))
+    lse = state.max_ref[:1] * problem.scale + jnp.log(jnp.where(empty, 1, weight))
     lse_ref[...] = jnp.where(empty, -jnp.inf, lse)
+
+
+class _State(NamedTuple):
+    """One block of queries in VMEM, and what has been added up for it.
+
+    Args:
+        query_ref: as `_set_queries` leaves it.
+        max_ref: (8, queries), in each row the base: the product that the others are compared with.
+        sum_ref: (Dv + ones, queries), the sums of values, and of ones, by weights.
+        found_ref: the same for the keys that were fetched.
+        factor: factor of the products, with log2(e) in it. Queries are not scaled before their
+            product, so that they are not rounded.
+    """
+
+    query_ref: Any
+    max_ref: Any
+    sum_ref: Any
+    found_ref: Any
+    factor: float
+
+    def weights(self, *, found: bool = False) -> Any:
+        """Return the sum of weights (1, queries), of all keys or of those that were fetched."""
+        ref = self.found_ref if found else self.sum_ref
+        return ref[ref.shape[0] - _ONES : ref.shape[0] - _ONES + 1, :]
 
 
 def folds_keys(q: jax.Array) -> bool:
@@ -212,34 +245,74 @@ def _products(query_ref: Any, k: Any) -> Any:
     return jnp.concatenate(list(halves), 0)
 
 
-def _add_keys(
-    query_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    max_ref: Any,
-    sum_ref: Any,
-    *,
-    mask_ref: Any,
-    factor: float,
-) -> None:
-    """Add keys to the sums, tile by tile in a pipeline.
+def _raise_base(state: _State, k_ref: Any, blocks: int) -> None:
+    """Raise the base of each query to the highest product with a few keys of each block."""
+    size = k_ref.shape[0] // blocks
+    some = [k_ref[n * size : n * size + _SAMPLE, :] for n in range(blocks)]
+    found = _products(state.query_ref, jnp.concatenate(some, 0))
+    before = state.max_ref[...]
+    highest = jnp.maximum(before, jnp.max(found, axis=0, keepdims=True))
+    shrink = jnp.exp2((before - highest) * state.factor)
+    state.sum_ref[...] = shrink[:1] * state.sum_ref[...]
+    state.max_ref[...] = highest
+
+
+def _add(state: _State, k_ref: Any, v_ref: Any) -> None:
+    """Add keys (keys, D) and values (Dv + ones, keys), by their base if it is high enough."""
+    _sum(state, k_ref, v_ref)
+    # Values up to 2**63 times a weight are still numbers then.
+    holds = jnp.sum(state.weights(found=True)) < MOST
+
+    @pl.when(holds)
+    def _keep() -> None:
+        state.sum_ref[...] += state.found_ref[...]
+
+    # The name is for `tpuport.cost`, which then counts on this branch not being taken.
+    with jax.named_scope("seldom"):
+
+        @pl.when(jnp.logical_not(holds))
+        def _again() -> None:
+            tile = tile_of(k_ref.shape[0])
+
+            def add(number: Any, _: None) -> None:
+                keys = pl.ds(pl.multiple_of(number * tile, tile), tile)
+                _add_by_maximum(state, k_ref.at[keys], v_ref.at[:, keys])
+
+            lax.fori_loop(0, k_ref.shape[0] // tile, add, None)
+
+
+def _sum(state: _State, k_ref: Any, v_ref: Any) -> None:
+    """Write the sums of fetched keys and values; no weight waits for other scores.
+
+    While the weights of a tile meet their values, the next ones are computed.
+    """
+    tile, found_ref = tile_of(k_ref.shape[0]), state.found_ref
+    places = [slice(at, at + tile) for at in range(0, k_ref.shape[0], tile)]
+    weights: list[Any] = []
+    for now in range(len(places) + 1):
+        if now < len(places):
+            scores = _products(state.query_ref, k_ref[places[now], :]) - state.max_ref[:1, :]
+            weights.append(jnp.exp2(scores * state.factor).astype(v_ref.dtype))
+        if now:
+            v = v_ref[:, places[now - 1]]
+            found = jnp.dot(v, weights[now - 1], preferred_element_type=jnp.float32)
+            found_ref[...] = found if now == 1 else found_ref[...] + found
+
+
+def _add_by_maximum(state: _State, k_ref: Any, v_ref: Any, mask_ref: Any = None) -> None:
+    """Add keys and values tile by tile, and raise bases to the highest products before.
 
     While one tile's scores are computed, those of the tile before become weights, and the weights
-    before them meet their values.
-
-    Queries are not scaled before their product, so that they are not rounded: the factor of the
-    scores, with log2(e) in it, comes after. Scores and weights have no buffers: the unit that
-    stores is the one that limits this kernel.
+    before them meet their values. Scores and weights have no buffers: the unit that stores is the
+    one that limits this kernel.
 
     Args:
-        query_ref: as `_set_queries` leaves it.
+        state: the queries and their sums.
         k_ref: (keys, D).
         v_ref: (Dv + ones, keys).
-        max_ref: (8, queries), the running maximum of products.
-        sum_ref: (Dv + ones, queries), the running sum.
         mask_ref: (keys, queries), zero where a score does not count; None if all do.
-        factor: factor of the products.
     """
+    query_ref, max_ref, sum_ref, _, factor = state
     tile = tile_of(k_ref.shape[0])
     num_tiles = k_ref.shape[0] // tile
     highest, scores, weights, shrinks = max_ref[...], [], [], []

@@ -44,7 +44,7 @@ _ROWS = 4
 _SAMPLE = 32
 # Sums of a block above this make it again. Weights are below it, so that values up to 2**63 times
 # a weight are still numbers.
-_MOST = 2.0**64
+MOST = 2.0**64
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def _kernel(
     @pl.when(step < count)
     def _add_block() -> None:
         total = _sum_block(query_ref, keys, found_ref, tile)
-        holds = jnp.sum(total) < _MOST
+        holds = jnp.sum(total) < MOST
 
         @pl.when(holds)
         def _keep() -> None:
