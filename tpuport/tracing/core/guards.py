@@ -102,6 +102,21 @@ _NotedTensor = tuple[torch.Tensor, tuple[int | None, int], np.ndarray, bytes]
 
 
 @dataclass
+class HostRead:
+    """A read of the host's state (a file, the working directory), which later calls repeat.
+
+    Attributes:
+        name: words for it.
+        again: reads it again.
+        value: what it gave.
+    """
+
+    name: str
+    again: Callable[[], Any]
+    value: Any
+
+
+@dataclass
 class Guards:
     """The guards of one program: collected by its trace, checked before each later call.
 
@@ -109,6 +124,9 @@ class Guards:
         tensors: host tensors from outside by id, with what they were when they were read.
         modules: modules from outside by id, with what they held.
         python: the Python values that the code read.
+        reads: what the code read of the host's state, by what was asked.
+        moments: the lines that read a clock, or random numbers of the system: their values are of
+            one call alone, and no guard can compare them.
     """
 
     tensors: dict[int, _NotedTensor] = field(default_factory=dict)
@@ -117,6 +135,8 @@ class Guards:
     )
 
     python: PythonValues | None = None
+    reads: dict[Any, HostRead] = field(default_factory=dict)
+    moments: list[str] = field(default_factory=list)
 
     def note_tensor(self, tensor: torch.Tensor) -> None:
         """Note that a host tensor from outside is read."""
@@ -180,5 +200,8 @@ class Guards:
             if now != held:
                 what = "mode" if now[0] != held[0] else "parameters, buffers or attributes"
                 return f"the {what} of a {type(module).__name__} outside the module changed"
+        for read in self.reads.values():
+            if read.again() != read.value:
+                return f"{read.name} changed"
         names = () if self.python is None else self.python.changed()
         return f"{', '.join(n.lstrip('.') for n in names[:3])} changed" if names else None
