@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop import shared_memory
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import parts_of
 
@@ -61,17 +62,75 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
+# Larger memory is compared only where somebody asked torch for it, to write there perhaps.
+_MOST_BYTES = 1 << 16
+
+
+class NotedTensor:
+    """A tensor from outside, with what it held when it was read.
+
+    A write is noticed in whatever way it was made. torch counts none by numpy, DLPack or `.data`,
+    so that small memory is compared, and large memory is shared with a lazy clone until torch gives
+    it away. Large memory that others know the address of is not compared.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._note()
+
+    def _note(self) -> None:
+        self._state = _state_of(self.tensor)
+        self._memory = _memory_of(self.tensor)
+        self._held = self._memory.tobytes()
+        self._shape = _shape_of(self.tensor)
+        self._clone: torch.Tensor | None = None
+
+    def share(self) -> None:
+        """Share large memory with a clone, which is not possible while an operation runs on it."""
+        if self._memory.size or self._clone is not None or not self.tensor.numel():
+            return
+        if shared_memory.is_private(self.tensor):
+            self._clone = shared_memory.try_lazy_clone(self.tensor)
+
+    def is_written(self) -> bool:
+        """Return whether the tensor holds something else now."""
+        if _state_of(self.tensor) == self._state and self._memory.tobytes() == self._held:
+            return False
+        if _shape_of(self.tensor) != self._shape or not (self._memory.size or self._is_cloned()):
+            return True
+        if _memory_of(self.tensor).tobytes() != self._held:
+            return True
+        self._note()
+        self.share()
+        return False
+
+    def _is_cloned(self) -> bool:
+        """Return whether there is a clone, which holds what the tensor holds."""
+        clone = self._clone
+        if clone is None or clone.shape != self.tensor.shape:
+            return False
+        ours, theirs = (
+            one.detach().reshape(-1).contiguous().view(torch.uint8) for one in (self.tensor, clone)
+        )
+        return torch.equal(ours, theirs)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    with torch._C.DisableTorchFunction():
+        tensor = parts_of(tensor)[-1]
+        if tensor.layout is not torch.strided:
+            return (tensor.shape, tensor.dtype)
+        return (tensor.shape, tensor.dtype, tensor.stride(), tensor.storage_offset())
+
+
 def _state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Return what a write to a tensor changes, or an assignment to its `.data`."""
     with torch._C.DisableTorchFunction():
         values = parts_of(tensor)[-1]
     if tensor.is_inference():
-        return None, values.data_ptr()
-    return tensor._version + (0 if values is tensor else values._version), values.data_ptr()
-
-
-# Of larger tensors a write through numpy, DLPack or `.data` is not seen: torch counts none of them.
-_MOST_BYTES = 4096
+        return None, shared_memory.address(values)
+    version = tensor._version + (0 if values is tensor else values._version)
+    return version, shared_memory.address(values)
 
 
 def _memory_of(tensor: torch.Tensor) -> np.ndarray:
@@ -95,10 +154,6 @@ def lost_gradient(tensor: torch.Tensor) -> PortError:
         " (requires_grad_(False), no_grad, detach), or leave the class to eager PyTorch:"
         " porting(eager=(...)), or --eager",
     )
-
-
-# A tensor with its state, its memory and what that held.
-_NotedTensor = tuple[torch.Tensor, tuple[int | None, int], np.ndarray, bytes]
 
 
 @dataclass
@@ -129,7 +184,7 @@ class Guards:
             one call alone, and no guard can compare them.
     """
 
-    tensors: dict[int, _NotedTensor] = field(default_factory=dict)
+    tensors: dict[int, NotedTensor] = field(default_factory=dict)
     modules: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=dict
     )
@@ -137,12 +192,23 @@ class Guards:
     python: PythonValues | None = None
     reads: dict[Any, HostRead] = field(default_factory=dict)
     moments: list[str] = field(default_factory=list)
+    _views: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def note_views(self, made: Any) -> None:
+        """Note views that the trace made: what they are of has been noted."""
+        for one in made if isinstance(made, (list, tuple)) else (made,):
+            self._views[id(one)] = one
 
     def note_tensor(self, tensor: torch.Tensor) -> None:
         """Note that a host tensor from outside is read."""
-        if id(tensor) not in self.tensors:
-            memory = _memory_of(tensor)
-            self.tensors[id(tensor)] = (tensor, _state_of(tensor), memory, memory.tobytes())
+        if id(tensor) not in self.tensors and id(tensor) not in self._views:
+            self.tensors[id(tensor)] = NotedTensor(tensor)
+
+    def share(self) -> None:
+        """Let a write to large memory be seen from now on, when the trace has ended."""
+        self._views.clear()
+        for noted in self.tensors.values():
+            noted.share()
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Note that a module from outside is called."""
@@ -192,9 +258,10 @@ class Guards:
 
     def changed(self) -> str | None:
         """Say what has changed since it was read, or return None."""
-        for tensor, before, memory, held in self.tensors.values():
-            if _state_of(tensor) != before or memory.tobytes() != held:
-                return f"a tensor of shape {tuple(tensor.shape)} outside the module was written"
+        for noted in self.tensors.values():
+            if noted.is_written():
+                shape = tuple(noted.tensor.shape)
+                return f"a tensor of shape {shape} outside the module was written"
         for module, held, _ in self.modules.values():
             now = _held(module)
             if now != held:
