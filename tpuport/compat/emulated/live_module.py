@@ -9,7 +9,7 @@ import torch
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
 from tpuport.compat.emulated.leaf_keys import LeafKeys
-from tpuport.compat.emulated.left_tensors import LeftTensors, in_memory_of, owner_of, view_of
+from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, part_of
 from tpuport.compat.emulated.rewritten import kept_buffers, kept_results
 from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
@@ -42,7 +42,7 @@ from tpuport.tracing.guards.module_changes import (
     refuse_backward_hooks,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
-from tpuport.tracing.state.request import Alias, Outside
+from tpuport.tracing.state.request import Alias
 
 
 class LiveModel(PortedModel):
@@ -415,9 +415,8 @@ class LiveModel(PortedModel):
                 continue
             if alias.is_same:
                 given[index] = owner
-            elif alias.is_exact or (isinstance(at, Outside) and metas[index].dtype == owner.dtype):
-                view = view_of(owner, alias, metas[index].requires_grad)
-                given[index] = in_memory_of(view, given[index])
+            else:
+                given[index] = part_of(owner, alias, given[index], metas[index])
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
