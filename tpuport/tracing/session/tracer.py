@@ -299,6 +299,7 @@ class Tracer:
         trace.explorer = Explorer(trace, self.plan)
         trace.outside_values = outside.snapshot
         inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
+        grad = torch.is_grad_enabled()
         with (
             held_back(),
             SWAPS,
@@ -320,6 +321,8 @@ class Tracer:
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart
             except BaseException:
+                # What the attempt ended in may have set it, for a `set_grad_enabled` further on.
+                torch.set_grad_enabled(grad)
                 trace.recorder.guards.restore(trace.is_foreign)
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart from None
