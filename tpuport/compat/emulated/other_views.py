@@ -21,7 +21,7 @@ def other_view(owner: torch.Tensor, alias: Alias, result: torch.Tensor) -> torch
     """
     if alias.is_noted or alias.is_cut or (result.requires_grad and not owner.requires_grad):
         return None
-    start = owner.storage_offset() * owner.itemsize + alias.byte
+    start = int(owner.storage_offset()) * owner.itemsize + alias.byte
     if start % result.itemsize:
         return None
     place = alias.size, alias.stride, start // result.itemsize
