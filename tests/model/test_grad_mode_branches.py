@@ -73,3 +73,32 @@ def test_a_branch_that_leaves_another_mode_is_refused():
         tpuport.convert(Leaves(2, 2))(torch.ones(1, 2))
     assert raised.value.code == "TPU101"
     assert torch.is_grad_enabled()
+
+
+class Chooses(nn.Module):
+    """Keeps two tensors with graphs, of which a branch under no_grad leaves one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.kept = [torch.ones(3), torch.ones(3)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():
+            self.kept = [x * self.w, x + self.w]
+        elif x.sum() > 0:
+            self.kept.append(self.kept.pop(0))
+        return x * 1
+
+
+def test_a_branch_under_no_grad_between_tensors_with_graphs_is_refused():
+    def run(device: str) -> Chooses:
+        net, x = Chooses().to(device), torch.ones(3, device=device)
+        net(x)
+        with torch.no_grad():
+            net(x)
+        return net
+
+    assert [one.requires_grad for one in run("cpu").kept] == [True, True]
+    with tpuport.porting(), pytest.raises(PortError, match=r"under no_grad leaves in 'kept\["):
+        run("cuda")
