@@ -1,7 +1,11 @@
 """Times that a forward measures: a program would give those of its trace at every call."""
 
+import random
+import secrets
 import time
-from datetime import datetime
+import uuid
+import warnings
+from datetime import date, datetime
 from time import perf_counter as now
 from time import time_ns
 from timeit import default_timer
@@ -11,8 +15,10 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.foundation.errors import ParityError, PortError
+from tpuport.foundation.errors import PortError
 from tpuport.tracing.core.measured_time import MeasuredSeconds, MeasuredTicks, measured
+
+BORN = time.time()
 
 
 class Timed(nn.Module):
@@ -68,9 +74,81 @@ def test_clocks_that_code_imported_by_name_are_seen(use, what: str) -> None:
     assert held == (now, time_ns, default_timer) == (time.perf_counter, time.time_ns, now)
 
 
-def test_a_date_that_leaves_the_call_is_compared() -> None:
-    with pytest.raises(ParityError, match=r"output\[1\]: datetime"):
+CLOCKS = {"now": time.time}
+
+
+class Held(nn.Module):
+    """Keeps a clock in an attribute, as benchmarks do that replace it in tests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock, self.clocks = time.time, [time.monotonic]
+
+
+def by_default(clock=time.time):
+    return clock()
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda m: float(time.time()),
+        lambda m: int(time.time()) % 1000,
+        lambda m: float(f"{time.time():.3f}"),
+        lambda m: datetime.now().timestamp(),
+        lambda m: (datetime.now() - datetime(2020, 1, 1)).days,
+        lambda m: float(datetime.now().strftime("%S")),
+        lambda m: date.today().toordinal(),
+        lambda m: float(time.strftime("%M")),
+        lambda m: time.localtime().tm_min,
+        lambda m: time.gmtime().tm_hour,
+        lambda m: float(time.ctime()[17:19]),
+        lambda m: 2.0 if time.time() > BORN + 3600 else 1.0,
+        lambda m: m.clock(),
+        lambda m: m.clocks[0](),
+        lambda m: CLOCKS["now"](),
+        lambda m: by_default(),
+        lambda m: uuid.uuid4().int % 1000,
+        lambda m: secrets.randbelow(1000),
+        lambda m: random.SystemRandom().random(),
+    ],
+)
+def test_a_program_of_one_moment_is_refused(read) -> None:
+    class Reads(Held):
+        def forward(self, x):
+            return x * read(self)
+
+    module = Reads()
+    with pytest.raises(PortError, match=r"a time|a random number of the system") as raised:
+        tpuport.convert(module, verify=False)(torch.ones(3))
+    assert raised.value.code == "TPU402"
+    assert __file__ in str(raised.value)
+    assert (module.clock, module.clocks) == (time.time, [time.monotonic])
+    assert {time.time} == set(CLOCKS.values()) == set(by_default.__defaults__ or ())
+
+
+def test_a_date_that_leaves_the_call_is_refused() -> None:
+    with pytest.raises(PortError, match="depends on a time") as raised:
         tpuport.convert(lambda x: (x + 1, datetime.now()))(torch.ones(3))
+    assert raised.value.code == "TPU402"
+
+
+def test_a_clock_that_is_only_looked_at_is_no_worse() -> None:
+    def function(x):
+        started = datetime.now()
+        warnings.warn(f"{float(time.time()):.1f} {started:%H:%M}", stacklevel=1)
+        born = datetime(2020, 1, 2)
+        is_known = isinstance(born, datetime) and isinstance(started, date)
+        assert isinstance(started, datetime)
+        assert type(born + (started - started)) is type(born)
+        assert issubclass(datetime, date)
+        return x * born.day * is_known
+
+    ported = tpuport.convert(function, verify=False)
+    with pytest.warns(UserWarning, match=":"):
+        assert ported(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert ported(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert (type(datetime.now()), date.today().year) == (datetime, time.localtime().tm_year)
 
 
 def test_a_time_that_stays_inside_is_no_worse() -> None:

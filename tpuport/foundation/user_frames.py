@@ -32,10 +32,14 @@ def inside_prefixes() -> tuple[str, ...]:
 
 def is_inside(file: str) -> bool:
     """Return whether a file belongs to tpuport, torch, torchax, jax, numpy or Python."""
-    if file.startswith(inside_prefixes()):
-        return True
+    return file.startswith(inside_prefixes()) or is_standard(file)
+
+
+def is_standard(file: str) -> bool:
+    """Return whether a file belongs to Python."""
     packages = ("site-packages", "dist-packages")
-    return file.startswith(_PYTHON) and not any(part in file for part in packages)
+    is_of_python = file.startswith((_PYTHON, "<frozen"))
+    return is_of_python and not any(part in file for part in packages)
 
 
 @dataclass(frozen=True)

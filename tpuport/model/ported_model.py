@@ -20,6 +20,7 @@ from tpuport.foundation.pytree.sealed import apart
 from tpuport.generation import generate
 from tpuport.model import after_error, lowering, pure, report_builder, unread_arguments
 from tpuport.model.bound_program import BoundProgram, bind, call_part, kinds_of
+from tpuport.model.moments import refuse_moments
 from tpuport.model.options import ConvertOptions
 from tpuport.model.parity import gradients, verify
 from tpuport.model.parity.bisect import fail
@@ -541,6 +542,7 @@ class PortedModel(PortedState):
     ) -> CachedProgram:
         self._refuse_meta(state)
         compiled, hoisted = self._traced(signature, state, given)
+        refuse_moments(compiled, lambda: self._traced(signature, state, given)[0])
         report_builder.record(self.report, compiled.outcome, hoisted.tensors(compiled.run.hoisted))
         release(compiled.outcome)
         compiled.form = apart(given.spec)
@@ -559,16 +561,9 @@ class PortedModel(PortedState):
 
         def call(state: dict[str, Any], key: jax.Array, values: list[Any]) -> Any:
             request = TraceRequest(
-                signature.method,
-                stacked_params.unstack(state),
-                key,
-                values,
-                given.metas,
-                given.spec,
-                hoisted.array,
-                self._options.checks,
-                concrete,
-                known,
+                *(signature.method, stacked_params.unstack(state), key, values),
+                *(given.metas, given.spec, hoisted.array, self._options.checks),
+                *(concrete, known),
                 wide=True,
                 lengths=given.lengths,
             )
@@ -592,12 +587,10 @@ class PortedModel(PortedState):
         closed = self._tracer.finished(closed, held["outcome"].trace)
         name = f"{self.report.model}_{signature.method}"
         run = JittedProgram(closed, shape, name, place=self._placement.constants)
-        outcome = held["outcome"]
-        baked = {name: state[name] for name in outcome.baked}
-        # As `jax.tree.leaves` orders the state that was traced.
-        names = sorted(state)
-        writes = bool(outcome.mutated)
-        return CachedProgram(run, outcome, signature, names, baked, writes), hoisted
+        baked = {name: state[name] for name in held["outcome"].baked}
+        names = sorted(state)  # as `jax.tree.leaves` orders the state that was traced
+        writes = bool(held["outcome"].mutated)
+        return CachedProgram(run, held["outcome"], signature, names, baked, writes), hoisted
 
     def _version_of_state(self) -> int:
         """Return a number that tells apart states which need other programs."""

@@ -19,6 +19,7 @@ from tpuport.model.attribute_place import attribute_place
 from tpuport.model.module_edits import Copies, ModuleEdits
 from tpuport.model.new_parameters import refuse_new_parameters
 from tpuport.model.options import ConvertOptions
+from tpuport.model.originals import Originals
 from tpuport.model.program_cache import CachedProgram
 from tpuport.model.shared_results import Copy, StateMemory, leave
 from tpuport.model.weights import LoadResult
@@ -59,6 +60,7 @@ class PortedState:
         # The values that the module has.
         # What was made of each tensor of the user's module, and the tensor's version then.
         self._loaded: dict[str, tuple[weakref.ref[jax.Array], int | None]] = {}
+        self._originals = Originals("", {}, ())
         master = None
         if is_module:
             master, _ = clone_module(target, lambda t: t)
@@ -113,6 +115,7 @@ class PortedState:
 
     def _load_state(self, master: torch.nn.Module) -> None:
         tree = state_tree(master)
+        self._originals = Originals(type(master).__name__, tree.leaves, tree.registered)
         for name, leaf in tree.leaves.items():
             # A plain attribute is a host constant until a call changes it. One that requires grad
             # was computed from parameters, as by weight_norm, and each call computes it anew.
@@ -145,6 +148,7 @@ class PortedState:
         if self._edits is None:
             shown = self._unwritten()
             self._replace_module(clone_module(self._module, Copies())[0])
+            self._originals.part_all()
             self._watch(shown)
         else:
             self._edits.take(self)
@@ -439,7 +443,9 @@ class PortedState:
             target = self.params if name in self.params else self.buffers
             if name not in target:
                 self._new_version()
+                self._originals.part(name)
             target[name] = value
+        self._originals.warn()
         changes = compiled.outcome.python_changes
         if changes:
             self._apply_python_state(compiled, changes)
@@ -524,6 +530,7 @@ class PortedState:
         """
         if self._edits is not None:
             self._edits.take(self)
+            self._originals.warn()
         mode = self._mode
         if mode is not None and mode != self._source.training:  # type: ignore[union-attr]
             now, was = ("eval", "train") if mode else ("train", "eval")

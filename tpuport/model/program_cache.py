@@ -386,6 +386,7 @@ def release(outcome: TraceResult) -> None:
     outcome.error_code = None
     outcome.baked = {}
     outcome.trace.release()
+    outcome.trace.recorder.guards.share()
 
 
 _STAGES = {

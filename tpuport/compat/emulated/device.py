@@ -21,6 +21,7 @@ from torch.overrides import (
 )
 from torch.utils._device import _device_constructors
 
+from tpuport.compat.emulated.other_views import refused_write
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.interop.device_mark import (
     CUDA,
@@ -249,6 +250,8 @@ def _note_write(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for tensor in tensors_in((*args[:1], kwargs.get("out"))):
         mark = None if isinstance(tensor, TracedTensor) else mark_of(tensor)
         if mark is not None:
+            if mark.unshared is not None and not _asked_by_us():
+                raise refused_write(mark.unshared)
             mark.writes += 1
 
 

@@ -7,6 +7,7 @@ import jax
 import torch
 
 from tpuport.compat.emulated.gradients import host_tensor
+from tpuport.compat.emulated.other_views import other_view, share_overlapping
 from tpuport.foundation import pytree
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
@@ -214,16 +215,21 @@ def view_of(owner: torch.Tensor, alias: Alias, requires_grad: bool = False) -> t
 def _share_siblings(outcome: TraceResult, results: list[Any]) -> None:
     """Put views of results for the results that are views of these: writes are seen on both."""
     for index, alias in outcome.out_aliases.items():
-        if not isinstance(alias.of, Sibling) or not (alias.is_same or alias.is_exact):
+        if not isinstance(alias.of, Sibling):
             continue
         owner, result = results[alias.of.index], results[index]
         if not (isinstance(owner, torch.Tensor) and isinstance(result, torch.Tensor)):
             continue
         if alias.is_same:
             results[index] = owner
+        elif not alias.is_exact:
+            is_whole = alias.of.index not in outcome.out_aliases
+            made = other_view(owner, alias, result) if is_whole else None
+            results[index] = result if made is None else made
         elif owner.requires_grad or not result.requires_grad:
             made = view_of(owner, alias, result.requires_grad)
             results[index] = in_memory_of(made, result)
+    share_overlapping(outcome.out_aliases, results)
 
 
 def in_memory_of(view: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -232,6 +238,23 @@ def in_memory_of(view: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         return view
     result.data = view.detach()
     return result
+
+
+def part_of(
+    owner: torch.Tensor, alias: Alias, result: torch.Tensor, meta: torch.Tensor
+) -> torch.Tensor:
+    """Return a result as a part of the memory of a tensor of the user's, or itself.
+
+    Args:
+        owner: the tensor.
+        alias: the part.
+        result: the result.
+        meta: what it is like.
+    """
+    if alias.is_exact or (isinstance(alias.of, Outside) and meta.dtype == owner.dtype):
+        return in_memory_of(view_of(owner, alias, meta.requires_grad), result)
+    other = None if meta.dtype == owner.dtype else other_view(owner, alias, result)
+    return result if other is None else other
 
 
 def owner_of(alias: Alias, before: Mapping[str, Any], arguments: list[Any]) -> Any:

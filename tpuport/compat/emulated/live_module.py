@@ -8,7 +8,8 @@ import torch
 
 from tpuport.compat.emulated import gradients, spread, trained_flags
 from tpuport.compat.emulated.call_lengths import CallLengths, Fit
-from tpuport.compat.emulated.left_tensors import LeftTensors, in_memory_of, owner_of, view_of
+from tpuport.compat.emulated.leaf_keys import LeafKeys
+from tpuport.compat.emulated.left_tensors import LeftTensors, owner_of, part_of
 from tpuport.compat.emulated.rewritten import kept_buffers, kept_results
 from tpuport.compat.emulated.script_numbers import ScriptNumbers
 from tpuport.compat.emulated.settings import active
@@ -23,6 +24,7 @@ from tpuport.generation import generate
 from tpuport.model import after_error
 from tpuport.model.convert import check_signature
 from tpuport.model.options import ConvertOptions
+from tpuport.model.originals import Originals
 from tpuport.model.parity import gradients as parity
 from tpuport.model.parity import verify
 from tpuport.model.parity.saved_inputs import Saved, saved_inputs
@@ -35,13 +37,12 @@ from tpuport.tracing.guards.global_state import OWN
 from tpuport.tracing.guards.linked_arguments import links_of
 from tpuport.tracing.guards.module_changes import (
     differences,
-    key_of,
     named,
     put,
     refuse_backward_hooks,
 )
 from tpuport.tracing.state.module_state import StateTree, state_tree
-from tpuport.tracing.state.request import Alias, Outside
+from tpuport.tracing.state.request import Alias
 
 
 class LiveModel(PortedModel):
@@ -63,7 +64,7 @@ class LiveModel(PortedModel):
         super().__init__(module, ConvertOptions(verify=False, fallback=fallback))
         # A program must not keep alive the module that it belongs to.
         self._reference, self._source = weakref.ref(module), weakref.proxy(module)
-        self._mode = None
+        self._mode, self._originals = None, Originals("", {}, ())
         self._tracer.takes_gradients = True
         self._tracer.hooked = None  # torch calls the hooks of this module's parameters itself
         self._wanted: gradients.Wanted | None = None
@@ -81,7 +82,8 @@ class LiveModel(PortedModel):
         self._names_seen: dict[Any, int] = {}
         self._named, self._named_at = 0, -1
         # A model begins on one device, whatever the script spreads.
-        self._keys = {name: (key_of(t), None, None) for name, t in self._tree.leaves.items()}
+        self._leaf_keys = LeafKeys()
+        self._keys = self._leaf_keys.at_first(self._tree)
         if verified:
             self._verifier = verify.Verifier(self, self._source, rtol)
             self._verifier.always = verified == "always"
@@ -238,7 +240,7 @@ class LiveModel(PortedModel):
             return
         if registered and not is_tagged(leaf):
             tag(leaf)
-        key = _key(leaf, registered)
+        key = self._leaf_keys.of(name, leaf, registered)
         # A plain attribute may require grad too: an output of another module, set by a script.
         holder, other = self.buffers, self.params
         if leaf.requires_grad:
@@ -302,8 +304,7 @@ class LiveModel(PortedModel):
             self._structures.find(self._state_changes, self._values(), known.unread, known.outside)
             self._tree = self._structures.tree()
             self._tracer.unread = self._structures.now.unread
-            registered = self._tree.registered
-            self._keys |= {n: _key(t, n in registered) for n, t in self._tree.leaves.items()}
+            self._keys |= self._leaf_keys.of_all(self._tree)
 
     def _given(self, name: str, leaf: torch.Tensor, value: jax.Array) -> torch.Tensor | None:
         """Write to a tensor of the user's, or return another one for it if the call bound that.
@@ -315,7 +316,7 @@ class LiveModel(PortedModel):
         flowing = self._left.flowing.get(name)
         with torch.set_grad_enabled(flowing is not None):  # its graph goes on from there
             leaf.copy_(backend.to_torch(value, leaf.dtype) if flowing is None else flowing)
-        self._keys[name] = _key(leaf, name in self._tree.registered)
+        self._keys[name] = self._leaf_keys.of(name, leaf, name in self._tree.registered)
         return None
 
     def _replace(self, replaced: dict[str, torch.Tensor]) -> None:
@@ -333,7 +334,7 @@ class LiveModel(PortedModel):
             tree.values[full] = owner._buffers.get(attribute, vars(owner).get(attribute))
         for name, tensor in replaced.items():
             tree.leaves[name] = tensor
-            self._keys[name] = _key(tensor, name in tree.registered)
+            self._keys[name] = self._leaf_keys.of(name, tensor, name in tree.registered)
 
     def _give_python_state(self, changes: Any) -> None:
         """Set attributes of the user's modules as the call left them on the ported copy."""
@@ -414,9 +415,8 @@ class LiveModel(PortedModel):
                 continue
             if alias.is_same:
                 given[index] = owner
-            elif alias.is_exact or (isinstance(at, Outside) and metas[index].dtype == owner.dtype):
-                view = view_of(owner, alias, metas[index].requires_grad)
-                given[index] = in_memory_of(view, given[index])
+            else:
+                given[index] = part_of(owner, alias, given[index], metas[index])
 
     def _run(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -471,7 +471,8 @@ class LiveModel(PortedModel):
         if self._structures.note_reads(reads):
             self._tree = self._structures.tree()
             for name, leaf in self._tree.leaves.items():
-                self._keys.setdefault(name, _key(leaf, name in self._tree.registered))
+                registered = name in self._tree.registered
+                self._keys.setdefault(name, self._leaf_keys.of(name, leaf, registered))
             self._tracer.held, self._tracer.unread = self._tree.leaves, self._structures.now.unread
         return made
 
@@ -611,8 +612,3 @@ def _is_made(value: Any) -> bool:
 
 def _in(value: Any, tensors: list[torch.Tensor]) -> bool:
     return any(value is one for one in tensors)
-
-
-def _key(leaf: Any, registered: bool) -> tuple[Any, ...]:
-    """Return a key that changes when a tensor gets another value or sharding, or a weight moves."""
-    return key_of(leaf), spread.sharding_of(leaf), spread.mesh() if registered else None

@@ -25,12 +25,14 @@ class Kept(NamedTuple):
         tensor: the script's tensor.
         then: its value at the end of the call.
         instead: what the script can do instead of writing to it.
+        by_sign: whether only where it is positive counts.
     """
 
     what: str
     tensor: torch.Tensor
     then: jax.Array
     instead: str
+    by_sign: bool = False
 
 
 def kept_inputs(call: BoundCall, saved: Iterable[tuple[str | int, torch.Tensor]]) -> Iterator[Kept]:
@@ -79,6 +81,7 @@ def kept_results(
                 tensor.data if tensor.requires_grad else tensor,
                 then,
                 _OUT_OF_PLACE,
+                place in saved.signs,
             )
             for place, tensor in found.items()
             if isinstance(tensor, torch.Tensor)
@@ -127,7 +130,7 @@ def refuse_rewritten(name: str, kept: Iterable[Kept]) -> None:
         PortError: one of it was written to.
     """
     for one in kept:
-        if _unchanged(one.tensor, one.then):
+        if _unchanged(one):
             continue
         raise PortError(
             f"{one.what} of a call of {name} was written to, by .data or in place, before the"
@@ -139,7 +142,8 @@ def refuse_rewritten(name: str, kept: Iterable[Kept]) -> None:
         )
 
 
-def _unchanged(tensor: torch.Tensor, value: jax.Array) -> bool:
+def _unchanged(kept: Kept) -> bool:
+    tensor, value = kept.tensor, kept.then
     if not _is_on_cpu(value) or tensor.layout != torch.strided:
         return True
     dtype = backend.jax_dtype(tensor.dtype)
@@ -149,6 +153,8 @@ def _unchanged(tensor: torch.Tensor, value: jax.Array) -> bool:
         now = tensor.detach()
         # Of a length that varies the program got the longest.
         then = backend.to_torch(value, now.dtype)[tuple(slice(size) for size in now.shape)]
+        if kept.by_sign:
+            return bool(torch.equal(now <= 0, then <= 0))
         return bool(torch.equal(_bits(now), _bits(then)))
 
 

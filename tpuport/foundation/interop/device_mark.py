@@ -35,11 +35,13 @@ class Mark:
         serial: Its number.
         writes: How often it was written.
         sharding: How the script spreads a tensor of the storage over devices, or None.
+        unshared: What shares this memory in eager PyTorch and not here, in words, or None.
     """
 
     serial: int
     writes: int = 0
     sharding: Any = None
+    unshared: str | None = None
 
 
 def storage_of(tensor: torch.Tensor) -> Any:

@@ -40,7 +40,7 @@ def to_jax(tensor: torch.Tensor) -> jax.Array:
         lent = lent.contiguous()
     array = jax.device_put(_memory(lent), may_alias=True)
     if not isinstance(array, jax.core.Tracer) and all(d.platform == "cpu" for d in array.devices()):
-        if array.is_fully_addressable and _address(lent) == array.unsafe_buffer_pointer():
+        if array.is_fully_addressable and address(lent) == array.unsafe_buffer_pointer():
             _LENT[id(array)] = lent
             weakref.finalize(array, _LENT.pop, id(array)).atexit = False
     return array
@@ -59,7 +59,7 @@ def is_unwritten(tensor: torch.Tensor, array: jax.Array, version: int | None) ->
     """
     lent = _LENT.get(id(array))
     if lent is not None:
-        return tensor.is_contiguous() and _address(tensor) == _address(lent)
+        return tensor.is_contiguous() and address(tensor) == address(lent)
     is_near = tensor.nbytes < _LEAST or all(d.platform == "cpu" for d in array.devices())
     if is_near or version is None or tensor.is_inference():
         return False
@@ -130,8 +130,8 @@ _MOST = 1024
 
 def _note_clone(storage: torch.UntypedStorage) -> None:
     if len(_CLONES) > _MOST:
-        for address in [a for a, one in _CLONES.items() if one.expired()]:
-            del _CLONES[address]
+        for known in [a for a, one in _CLONES.items() if one.expired()]:
+            del _CLONES[known]
     _CLONES[storage._cdata] = StorageWeakRef(storage)
 
 
@@ -153,13 +153,14 @@ def is_private(tensor: torch.Tensor) -> bool:
 
 def _memory(tensor: torch.Tensor) -> np.ndarray:
     """Return an array over the memory of a tensor, which it keeps alive, without a copy of it."""
-    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(_address(tensor))
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(address(tensor))
     memory.owner = tensor  # pyright: ignore[reportAttributeAccessIssue]
     array = np.asarray(memory).view(backend.jax_dtype(tensor.dtype)).reshape(tensor.shape)
     array.flags.writeable = False
     return array
 
 
-def _address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor) -> int:
+    """Return where the memory of a tensor is, which goes on being shared."""
     # `Tensor.data_ptr` is for those who may write: it ends the sharing.
     return torch._C._data_address(tensor)  # pyright: ignore[reportAttributeAccessIssue]

@@ -70,6 +70,8 @@ class Cloner:
         refusal: Callable[[], Exception] | None = None,
     ) -> None:
         self.tensor_map, self.refusal = tensor_map, refusal
+        # What copies hold in place of functions of Python, by the id of each.
+        self.stand_ins: dict[int, Any] = {}
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
         self._cells: list[types.CellType] = []
@@ -114,7 +116,7 @@ class Cloner:
     def _clone(self, value: Any) -> Any:
         kind = type(value)
         if kind in ATOMIC:
-            return self._function(value) if kind is types.FunctionType else value
+            return self._atom(value)
         if kind in _PROXIES:
             return self._proxy(value)
         # First, for speed: these are the most frequent, and no test below holds for them.
@@ -141,6 +143,11 @@ class Cloner:
             self.keep.append(of)
             self.memo[id(of)] = KeptIterator(of, refusal)
         return self.memo[id(of)]
+
+    def _atom(self, value: Any) -> Any:
+        if type(value) is types.FunctionType:
+            return self._function(value)
+        return self.stand_ins.get(id(value), value) if self.stand_ins else value
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
         """Return a function that refers to the copies where this one refers to modules or tensors.
@@ -306,7 +313,7 @@ class Cloner:
         copied = made.__dict__
         for name, part in value.__dict__.items():
             if type(part) in ATOMIC:
-                copied[name] = self._function(part) if type(part) is types.FunctionType else part
+                copied[name] = self._atom(part)
             elif name in _OF_MODULES and type(part) in _BUILT_IN and not part:
                 copied[name] = type(part)()
             else:

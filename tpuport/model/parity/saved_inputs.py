@@ -19,6 +19,7 @@ class Saved(NamedTuple):
         results: the results, by number.
         left: other tensors of the module after the call, by name.
         total: how many results there are.
+        signs: the results of which it needs only where they are positive, by number.
     """
 
     names: frozenset[str] = frozenset()
@@ -26,6 +27,7 @@ class Saved(NamedTuple):
     results: frozenset[int] = frozenset()
     left: frozenset[str] = frozenset()
     total: int = 0
+    signs: frozenset[int] = frozenset()
 
 
 def saved_inputs(found: Reference) -> Saved:
@@ -36,7 +38,10 @@ def saved_inputs(found: Reference) -> Saved:
     results = pytree.flatten(found.out)[0]
     out = [leaf for leaf in results if isinstance(leaf, torch.Tensor)]
     with torch._C.DisableTorchFunction():
-        saved = {_memory(tensor) for node in _nodes(out) for tensor in _saved(node)} - {None}
+        nodes = list(_nodes(out))
+        saved = {_memory(tensor) for node in nodes for tensor in _saved(node)} - {None}
+        others = [node for node in nodes if node.name() != _OF_SIGNS]
+        in_full = {_memory(tensor) for node in others for tensor in _saved(node)}
         module = found.module
         named = (
             []
@@ -51,7 +56,12 @@ def saved_inputs(found: Reference) -> Saved:
             _in(saved, results),
             frozenset(n for n, t in left.items() if n not in names and _is_in(saved, t)),
             len(results),
+            _in(saved - in_full, results),
         )
+
+
+# ReLU keeps its result.
+_OF_SIGNS = "ReluBackward0"
 
 
 def _in(saved: set[int | None], leaves: list[Any]) -> frozenset[int]:

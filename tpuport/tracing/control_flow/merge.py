@@ -608,7 +608,9 @@ def _merged_leaves(
             if like is not None and like.shape == value.shape:
                 tensor = TracedTensor(Storage(value, trace), (), like, value, flow)
             tensor._or_number = any(map(may_be_number, (one, other)))
-            is_either = flow is Flow.HIDDEN and any(map(_has_graph, (one, other)))
+            # No path makes a graph here: what has one is of before the call.
+            is_old = flow is Flow.HIDDEN or not torch.is_grad_enabled()
+            is_either = is_old and any(map(_has_graph, (one, other)))
             tensor = joined(trace, tensor, one, other, sizes[index])
             tensor._may_keep_graph = is_either  # type: ignore[attr-defined]
             leaves.append(made.setdefault((id(one), id(other)), tensor))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.pytree.snapshot import Snapshot
@@ -55,6 +56,25 @@ class Unit:
     numbers: dict[int, tuple[jax.Array, int]] = field(default_factory=dict)
     # The outcomes of the tests on this run's path, by how they are computed.
     outcomes: dict[Hashable, bool] = field(default_factory=dict)
+    # Torch's grad mode when the call began, and when its paths ended.
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    ends: set[bool] = field(default_factory=set)
+
+    def end(self, site: str) -> None:
+        """Note that a path has ended.
+
+        Raises:
+            PortError: it leaves another grad mode than another path.
+        """
+        self.ends.add(torch.is_grad_enabled())
+        if len(self.ends) > 1:
+            raise port_error(
+                "a branch on a traced value decides whether gradients are enabled after this call"
+                " (torch.set_grad_enabled)",
+                code="TPU101",
+                place=site,
+                remedy="use `with torch.no_grad():` inside the branch",
+            )
 
 
 class Explorer:
@@ -165,6 +185,7 @@ class Explorer:
             if unit.runs > _MAX_RUNS or len(path) > _MAX_BRANCHES:
                 raise _too_many_paths(unit)
             snapshot.restore()
+            torch.set_grad_enabled(unit.grad)
             self.trace.draws = draws
             unit.path, unit.position = path, 0
             unit.numbers.clear()
@@ -181,6 +202,7 @@ class Explorer:
                     result = None
                 pending = unit.undecided
                 if pending is None:
+                    unit.end(next(reversed(unit.sites), user_line()))
                     return result
                 unit.undecided = None
                 del self.calls[depth:]

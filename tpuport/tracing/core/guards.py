@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.interop import shared_memory
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.storage import parts_of
 
@@ -61,17 +62,75 @@ def _tensors_of(value: Any) -> list[torch.Tensor]:
     return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
+# Larger memory is compared only where somebody asked torch for it, to write there perhaps.
+_MOST_BYTES = 1 << 16
+
+
+class NotedTensor:
+    """A tensor from outside, with what it held when it was read.
+
+    A write is noticed in whatever way it was made. torch counts none by numpy, DLPack or `.data`,
+    so that small memory is compared, and large memory is shared with a lazy clone until torch gives
+    it away. Large memory that others know the address of is not compared.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._note()
+
+    def _note(self) -> None:
+        self._state = _state_of(self.tensor)
+        self._memory = _memory_of(self.tensor)
+        self._held = self._memory.tobytes()
+        self._shape = _shape_of(self.tensor)
+        self._clone: torch.Tensor | None = None
+
+    def share(self) -> None:
+        """Share large memory with a clone, which is not possible while an operation runs on it."""
+        if self._memory.size or self._clone is not None or not self.tensor.numel():
+            return
+        if shared_memory.is_private(self.tensor):
+            self._clone = shared_memory.try_lazy_clone(self.tensor)
+
+    def is_written(self) -> bool:
+        """Return whether the tensor holds something else now."""
+        if _state_of(self.tensor) == self._state and self._memory.tobytes() == self._held:
+            return False
+        if _shape_of(self.tensor) != self._shape or not (self._memory.size or self._is_cloned()):
+            return True
+        if _memory_of(self.tensor).tobytes() != self._held:
+            return True
+        self._note()
+        self.share()
+        return False
+
+    def _is_cloned(self) -> bool:
+        """Return whether there is a clone, which holds what the tensor holds."""
+        clone = self._clone
+        if clone is None or clone.shape != self.tensor.shape:
+            return False
+        ours, theirs = (
+            one.detach().reshape(-1).contiguous().view(torch.uint8) for one in (self.tensor, clone)
+        )
+        return torch.equal(ours, theirs)
+
+
+def _shape_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    with torch._C.DisableTorchFunction():
+        tensor = parts_of(tensor)[-1]
+        if tensor.layout is not torch.strided:
+            return (tensor.shape, tensor.dtype)
+        return (tensor.shape, tensor.dtype, tensor.stride(), tensor.storage_offset())
+
+
 def _state_of(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Return what a write to a tensor changes, or an assignment to its `.data`."""
     with torch._C.DisableTorchFunction():
         values = parts_of(tensor)[-1]
     if tensor.is_inference():
-        return None, values.data_ptr()
-    return tensor._version + (0 if values is tensor else values._version), values.data_ptr()
-
-
-# Of larger tensors a write through numpy, DLPack or `.data` is not seen: torch counts none of them.
-_MOST_BYTES = 4096
+        return None, shared_memory.address(values)
+    version = tensor._version + (0 if values is tensor else values._version)
+    return version, shared_memory.address(values)
 
 
 def _memory_of(tensor: torch.Tensor) -> np.ndarray:
@@ -97,8 +156,19 @@ def lost_gradient(tensor: torch.Tensor) -> PortError:
     )
 
 
-# A tensor with its state, its memory and what that held.
-_NotedTensor = tuple[torch.Tensor, tuple[int | None, int], np.ndarray, bytes]
+@dataclass
+class HostRead:
+    """A read of the host's state (a file, the working directory), which later calls repeat.
+
+    Attributes:
+        name: words for it.
+        again: reads it again.
+        value: what it gave.
+    """
+
+    name: str
+    again: Callable[[], Any]
+    value: Any
 
 
 @dataclass
@@ -109,20 +179,36 @@ class Guards:
         tensors: host tensors from outside by id, with what they were when they were read.
         modules: modules from outside by id, with what they held.
         python: the Python values that the code read.
+        reads: what the code read of the host's state, by what was asked.
+        moments: the lines that read a clock, or random numbers of the system: their values are of
+            one call alone, and no guard can compare them.
     """
 
-    tensors: dict[int, _NotedTensor] = field(default_factory=dict)
+    tensors: dict[int, NotedTensor] = field(default_factory=dict)
     modules: dict[int, tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]] = field(
         default_factory=dict
     )
 
     python: PythonValues | None = None
+    reads: dict[Any, HostRead] = field(default_factory=dict)
+    moments: list[str] = field(default_factory=list)
+    _views: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def note_views(self, made: Any) -> None:
+        """Note views that the trace made: what they are of has been noted."""
+        for one in made if isinstance(made, (list, tuple)) else (made,):
+            self._views[id(one)] = one
 
     def note_tensor(self, tensor: torch.Tensor) -> None:
         """Note that a host tensor from outside is read."""
-        if id(tensor) not in self.tensors:
-            memory = _memory_of(tensor)
-            self.tensors[id(tensor)] = (tensor, _state_of(tensor), memory, memory.tobytes())
+        if id(tensor) not in self.tensors and id(tensor) not in self._views:
+            self.tensors[id(tensor)] = NotedTensor(tensor)
+
+    def share(self) -> None:
+        """Let a write to large memory be seen from now on, when the trace has ended."""
+        self._views.clear()
+        for noted in self.tensors.values():
+            noted.share()
 
     def note_module(self, module: torch.nn.Module) -> None:
         """Note that a module from outside is called."""
@@ -172,13 +258,17 @@ class Guards:
 
     def changed(self) -> str | None:
         """Say what has changed since it was read, or return None."""
-        for tensor, before, memory, held in self.tensors.values():
-            if _state_of(tensor) != before or memory.tobytes() != held:
-                return f"a tensor of shape {tuple(tensor.shape)} outside the module was written"
+        for noted in self.tensors.values():
+            if noted.is_written():
+                shape = tuple(noted.tensor.shape)
+                return f"a tensor of shape {shape} outside the module was written"
         for module, held, _ in self.modules.values():
             now = _held(module)
             if now != held:
                 what = "mode" if now[0] != held[0] else "parameters, buffers or attributes"
                 return f"the {what} of a {type(module).__name__} outside the module changed"
+        for read in self.reads.values():
+            if read.again() != read.value:
+                return f"{read.name} changed"
         names = () if self.python is None else self.python.changed()
         return f"{', '.join(n.lstrip('.') for n in names[:3])} changed" if names else None

@@ -1,6 +1,12 @@
-"""Numbers of Python's clocks, known again after arithmetic: they are of one call alone."""
+"""Numbers of Python's clocks, known again after arithmetic: they are of one call alone.
 
-from collections.abc import Callable, Iterable
+What such a number becomes outside of arithmetic (`float(time.time())`, the fields of a date) is not
+known again. A program whose code read a clock is therefore traced a second time at another time.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from tpuport.foundation.errors import PortError
@@ -55,14 +61,45 @@ def refuse_measured(values: Iterable[Any]) -> None:
 
 def lasting(what: str, value: Any) -> PortError:
     """Return the refusal of a number of a clock that would be a constant of the program."""
+    return of_a_moment(f"{what} a time that the code measured", value.place)
+
+
+def of_a_moment(what: str, place: str) -> PortError:
+    """Return the refusal of a program that depends on when it was traced.
+
+    Args:
+        what: the words for what it has from there.
+        place: the line that read it.
+    """
     return port_error(
-        f"{what} a time that the code measured; a program would give that of its trace at every"
-        " call",
+        f"{what}; a program would give that of its trace at every call",
         code="TPU402",
         remedy="measure the time around the call, or leave the class that measures it to eager"
         " PyTorch: `tpuport run --eager NAME`",
-        place=value.place,
+        place=place,
     )
+
+
+# The functions that stand for clocks which an object of the module holds, by the clock's id.
+HELD: dict[int, Any] = {}
+# By how many seconds clocks are wrong: another year, day, hour, minute, second and part of one.
+_WRONG = 400 * 86400 + 3 * 3600 + 7 * 60 + 13.356
+_SHIFT = contextvars.ContextVar("shift", default=0.0)
+
+
+def shift() -> float:
+    """Return by how many seconds clocks that a trace reads are wrong here."""
+    return _SHIFT.get()
+
+
+@contextlib.contextmanager
+def at_another_time() -> Iterator[None]:
+    """Let clocks that traces in the block read be wrong."""
+    token = _SHIFT.set(_WRONG)
+    try:
+        yield
+    finally:
+        _SHIFT.reset(token)
 
 
 def _kept(base: type, name: str) -> Callable[..., Any]:

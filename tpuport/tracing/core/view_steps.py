@@ -382,6 +382,11 @@ def sign_steps(tensor: torch.Tensor) -> tuple[ViewStep, ...]:
     return tuple(build(tensor, tensor) for is_noted, build in noted if is_noted)
 
 
+def is_signed(step: ViewStep) -> bool:
+    """Return whether a step is what a host tensor only notes."""
+    return step.forward in (jnp.conj, lax.neg)
+
+
 def _by_index(op: Any) -> ViewBuilder:
     def build(base: torch.Tensor, out: torch.Tensor, *args: Any, **kwargs: Any) -> ViewStep:
         positions = torch.arange(base.numel()).reshape(base.shape)

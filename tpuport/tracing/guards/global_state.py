@@ -11,6 +11,7 @@ import copy
 import functools
 import operator
 import os
+import threading
 import types
 import weakref
 from collections import deque
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
 from tpuport.foundation import pytree
@@ -27,12 +27,14 @@ from tpuport.foundation.pytree.sealed import Sealed
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
 from tpuport.tracing.guards.copies import Same, SameOrCopy
+from tpuport.tracing.guards.host_randomness import GENERATORS
+from tpuport.tracing.guards.host_values import ASKED, answer_of, answers, has_bytes, memory_of
 
 # Begins the names of values that are attributes of the module itself.
 OWN = "self."
 _CONTAINERS = (list, dict, set, deque)
 _BASES = (list, tuple, dict, set, frozenset, deque)
-_LARGEST, _MOST_BYTES = 4096, 4096
+_LARGEST = 4096
 
 
 class GlobalState:
@@ -56,6 +58,11 @@ class GlobalState:
     def snapshot(self) -> "OutsideValues":
         """Return the values that the code would read now."""
         return OutsideValues(self.code, self._module)
+
+    def generators(self) -> list[Any]:
+        """Return the random generators of the host that the code may draw from by a name."""
+        values = (value for _, value in read_values(self.code, None))
+        return [value for value in values if isinstance(value, GENERATORS)]
 
     @contextlib.contextmanager
     def left_alone(self) -> Iterator["Run"]:
@@ -261,12 +268,12 @@ def _has_value(variable: contextvars.ContextVar[Any], value: Any) -> bool:
     return variable.get(MISSING) is value
 
 
-def _has_bytes(array: np.ndarray, held: bytes) -> bool:
-    return array.tobytes() == held
-
-
 def _has_attributes(value: Any, held: dict[str, Any]) -> bool:
     return all(getattr(value, name, MISSING) is one for name, one in held.items())
+
+
+def _has_own(value: threading.local, held: tuple[int, dict[str, Any]]) -> bool:
+    return _has_entries(value.__dict__, held)
 
 
 def _has_entries(space: dict[str, Any], held: tuple[int, dict[str, Any]]) -> bool:
@@ -324,15 +331,18 @@ class _Freezer:
         if base in (set, frozenset):
             members = base.__iter__(value)
             return (kind, frozenset(v if isinstance(v, VALUES) else id(v) for v in members))
-        if isinstance(value, np.ndarray):
-            if value.nbytes > _MOST_BYTES or value.dtype == object:
-                return Same(value)
-            self.identities.other(_has_bytes, value, value.tobytes())
-            return (kind, value.shape, value.tobytes())
+        memory = memory_of(value)
+        if memory is not None:
+            held = memory.tobytes()
+            self.identities.other(has_bytes, value, held)
+            return (kind, memory.shape, held)
         if isinstance(value, contextvars.ContextVar):
             now = value.get(MISSING)
             self.identities.other(_has_value, value, now)
             return (Same(value), self._frozen(now))
+        if isinstance(value, ASKED):
+            self.identities.other(answers, value, answer := answer_of(value))
+            return (Same(value), answer)
         if isinstance(value, dict):
             items = tuple(
                 (k if isinstance(k, VALUES) else id(k), v)
@@ -347,6 +357,11 @@ class _Freezer:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
         kind = type(value)
+        if isinstance(value, threading.local):
+            # Each thread has attributes of its own.
+            own = {n: one for n, one in value.__dict__.items() if self._reads.reads(n)}
+            self.identities.other(_has_own, value, (len(value.__dict__), own))
+            return (Same(value), tuple((n, self._frozen(one)) for n, one in own.items()))
         if isinstance(value, types.FunctionType):
             return self._function(value)
         opaque = (*pytree.ATOMS, torch.Tensor, torch.nn.Module, weakref.ref, torch.Generator)

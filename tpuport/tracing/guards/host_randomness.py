@@ -19,7 +19,7 @@ from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.tensor import TracedTensor
 
 _NUMPY = (np.random.Generator, np.random.RandomState)
-_KINDS = (*_NUMPY, random.Random, torch.Generator)
+GENERATORS = (*_NUMPY, random.Random, torch.Generator)
 
 
 # These types hold no other objects.
@@ -61,7 +61,7 @@ def _sources(roots: list[Any]) -> list[Any]:
         ]
 
     found = pytree.walk(roots, parts)
-    return [value for value in found if isinstance(value, _KINDS)]
+    return [value for value in found if isinstance(value, GENERATORS)]
 
 
 def _of(source: Any) -> _HostGenerator:

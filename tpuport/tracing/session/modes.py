@@ -70,14 +70,15 @@ class DispatchMode(TorchDispatchMode):
         ):
             # State from outside, or from before a branch: the program writes it, and not only now.
             return dispatch(func, args, kwargs)
-        if not info.aliases:
-            self.trace.note_reads(flat(args, kwargs))
+        self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
         if func._opname in _UNINITIALISED and isinstance(result, torch.Tensor):
             # What memory held before is no value: it may not even fit in 32 bits.
             result.zero_()
         if not info.aliases or func is aten.lift_fresh.default:
             self.trace.note_made(result)
+        else:
+            self.trace.recorder.guards.note_views(result)
         return result
 
 

@@ -10,6 +10,7 @@ import torch
 from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
+from tpuport.tracing.core.view_steps import is_signed
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.state.module_state import StateTree
 from tpuport.tracing.state.request import Alias, Before, Outside, Sibling, TraceResult
@@ -132,13 +133,22 @@ def alias_of(
     moved = not is_dense and isinstance(owner, TracedTensor) and bool(owner._chain)
     # Arrays of JAX are in order: what else is shared with them has to be counted the same way.
     ordered = is_dense or isinstance(of, (int, Outside, Before)) or owner.is_contiguous()
-    fits = ordered and meta.dtype == base.dtype
+    is_noted = _notes_sign(leaf) or _notes_sign(owner)
+    fits = ordered and meta.dtype == base.dtype and not is_noted
     is_exact = fits and not (is_theirs or moved or extents_of(leaf))
     if is_dense and not _is_inside(meta, base.numel(), offset - start):
         is_exact = False
     is_cut = isinstance(leaf, TracedTensor) and leaf._detached and leaf.requires_grad
     place = tuple(meta.shape), meta.stride(), offset - start
-    return Alias(of, leaf is owner, *place, is_exact, is_cut=is_cut)
+    byte = offset * meta.itemsize - start * base.itemsize
+    return Alias(of, leaf is owner, *place, is_exact, is_cut=is_cut, byte=byte, is_noted=is_noted)
+
+
+def _notes_sign(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the conjugate of what its memory holds, or negated."""
+    if isinstance(tensor, TracedTensor):
+        return any(map(is_signed, tensor._chain))
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _is_inside(window: torch.Tensor, count: int, start: int) -> bool:
@@ -156,15 +166,18 @@ def offset_of(tensor: torch.Tensor) -> int:
 def _siblings(outputs: list[Any], group: list[int]) -> Iterator[tuple[int, Alias]]:
     """Yield what outputs over the same memory share, if they share an element."""
     whole = next((i for i in group if is_whole(outputs[i])), None)
+    dense = whole is None
+    if dense:
+        parts = [outputs[i] for i in group]
+        whole = next((i for i in group if _covers(outputs[i], parts)), None)
     for index in group:
         others = [other for other in group if other != index]
         if whole is not None and index != whole:
-            yield index, alias_of(outputs[index], Sibling(whole), outputs[whole])
-        elif whole is None and (
-            shared := next((o for o in others if _overlap(outputs[index], outputs[o])), None)
-        ):
-            leaf = meta_of(outputs[index])
-            yield index, Alias(Sibling(shared), False, tuple(leaf.shape), leaf.stride(), 0, False)
+            yield index, alias_of(outputs[index], Sibling(whole), outputs[whole], is_dense=dense)
+        elif whole is None:
+            for shared in [o for o in others if _overlap(outputs[index], outputs[o])][:1]:
+                alias = alias_of(outputs[index], Sibling(shared), outputs[shared])
+                yield index, replace(alias, offset=offset_of(outputs[index]), is_exact=False)
 
 
 def is_whole(leaf: Any) -> bool:
@@ -179,6 +192,22 @@ def is_whole(leaf: Any) -> bool:
     if isinstance(leaf, TracedTensor):
         return not leaf._chain
     return leaf.untyped_storage().nbytes() == leaf.numel() * leaf.itemsize
+
+
+def _covers(leaf: Any, others: list[Any]) -> bool:
+    """Return whether a tensor is in order, and others over its memory lie inside of it."""
+    if any(extents_of(one) for one in (leaf, *others)) or not leaf.is_contiguous():
+        return False
+    start, end = _bytes_of(leaf)
+    return all(start <= a and b <= end for a, b in map(_bytes_of, others))
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its memory, and the one after its last."""
+    sizes = zip(torch.Tensor.size(tensor), tensor.stride(), strict=True)
+    count = 1 + sum((size - 1) * step for size, step in sizes)
+    start = offset_of(tensor) * tensor.itemsize
+    return start, start + (count * tensor.itemsize if tensor.numel() else 0)
 
 
 # Steps that numpy may take to solve which elements two views share. One that takes more counts as

@@ -32,7 +32,7 @@ def describe(outcome: TraceResult, before: StateTree, after: StateTree) -> None:
     outcome.bound = frozenset(
         name for name, t in left.items() if not _is_one_tensor(t, before.leaves.get(name))
     )
-    for name in outcome.bound:
+    for name in sorted(outcome.bound):
         if getattr(left[name], "_may_keep_graph", False) and trace.options.takes_gradients:
             raise port_error(
                 f"a branch on a traced value under no_grad leaves in {name!r} a tensor of before"

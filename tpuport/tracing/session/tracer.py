@@ -31,6 +31,7 @@ from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_policy
+from tpuport.tracing.core.measured_time import HELD
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.reentrancy import SWAPS
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
@@ -45,6 +46,7 @@ from tpuport.tracing.guards.global_state import GlobalState
 from tpuport.tracing.guards.identity_tables import refuse_identity_tables
 from tpuport.tracing.guards.kept_iterators import advances_iterator
 from tpuport.tracing.guards.linked_arguments import Links, linked_cells
+from tpuport.tracing.guards.stand_ins import stood_in
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
@@ -297,6 +299,7 @@ class Tracer:
         trace.explorer = Explorer(trace, self.plan)
         trace.outside_values = outside.snapshot
         inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
+        grad = torch.is_grad_enabled()
         with (
             held_back(),
             SWAPS,
@@ -306,6 +309,7 @@ class Tracer:
             uncollected(),
             eager_compiled(),
             no_fused_kernels(),
+            stood_in(outside.code, advances_iterator, HELD),
             live.swapped(list(self.rewrites.values())),
             nothing if self.fallback is None else self.fallback.swapped(),
             installed(self.patches),
@@ -313,10 +317,12 @@ class Tracer:
             torch.inference_mode() if inference else nothing,
         ):
             try:
-                outcome = self._run(trace, request)
+                outcome = self._run(trace, request, outside)
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart
             except BaseException:
+                # What the attempt ended in may have set it, for a `set_grad_enabled` further on.
+                torch.set_grad_enabled(grad)
                 trace.recorder.guards.restore(trace.is_foreign)
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart from None
@@ -326,7 +332,7 @@ class Tracer:
         outcome.uses_key = keys is not None and (keys.used or bool(trace.generators))
         return outcome
 
-    def _run(self, trace: Trace, request: TraceRequest) -> TraceResult:
+    def _run(self, trace: Trace, request: TraceRequest, outside: GlobalState) -> TraceResult:
         if request.checks:
             trace.error_code = Storage(jnp.zeros((), jnp.int32), trace)
         module, call, baked, check = self._callable(trace, request)
@@ -352,7 +358,7 @@ class Tracer:
         assert explorer is not None
         if self.hooked is not None and self.master is not None:
             values = self.hooked(trace, dict(torch.nn.Module.named_parameters(self.master)), values)
-        with host_randomness.unchanged(roots, self.plan):
+        with host_randomness.unchanged([*roots, *outside.generators()], self.plan):
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
@@ -416,6 +422,7 @@ class Tracer:
             return traced[name]
 
         cloner = Cloner(tensor_map, advances_iterator)
+        cloner.stand_ins = HELD
         module = cloner.clone(self.master)
         note_copy(module)
         held = tree.leaves if self.held is None else self.held

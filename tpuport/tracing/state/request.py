@@ -157,6 +157,8 @@ class Alias:
         stride: Its strides in that memory.
         offset: Where it starts, counted from where the other one starts.
         is_exact: Whether it is such a window into the other one, with the same dtype.
+        byte: Where it starts, counted in bytes.
+        is_noted: Whether it is the conjugate of what is there, or negated.
         is_written: Of state, whether the call wrote to that memory.
         is_cut: Whether it requires grad and passes none on: a view that was taken under no_grad.
     """
@@ -169,6 +171,8 @@ class Alias:
     is_exact: bool = True
     is_written: bool = False
     is_cut: bool = False
+    byte: int = 0
+    is_noted: bool = False
 
 
 @dataclass
