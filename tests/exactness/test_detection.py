@@ -200,9 +200,19 @@ def pooled(x: torch.Tensor) -> Any:
     return few, few.flatten(1).sum(1), align(images_of(x), all_of, 1.0, 1, 2, 1, False)
 
 
+def of_some_classes(x: torch.Tensor) -> Any:
+    """Reshape rows as torchvision's box coder and head do, also where there is no row."""
+    rows = x[x[:, 4] > 0.6]
+    count = rows.shape[0]
+    rows = torch.cat([rows, rows[:, :3]], 1)
+    if count > 0:
+        rows = rows.reshape(count, -1, 4)
+    return rows[:, 1:].reshape(-1, 4)
+
+
 FUNCTIONS = [least, of_all, of_columns, suppress, head]
 FUNCTIONS += [of_one_shape, unlike_sides, by_class, distinct, of_each_level]
-FUNCTIONS += [pooled]
+FUNCTIONS += [pooled, of_some_classes]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -211,6 +221,13 @@ def test_equals_eager(function: Any) -> None:
     ported = tpuport.convert(function)
     for x in inputs:
         torch.testing.assert_close(tpuport.to_torch(ported(x)), function(x))
+
+
+def test_no_row_is_reshaped() -> None:
+    ported = tpuport.convert(of_some_classes)
+    x = boxes_of(0)
+    x[:, 4] = 0.0
+    assert tpuport.to_torch(ported(x)).shape == of_some_classes(x).shape == (0, 4)
 
 
 def test_gradient_of_averages() -> None:
