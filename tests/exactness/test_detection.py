@@ -210,9 +210,19 @@ def of_some_classes(x: torch.Tensor) -> Any:
     return rows[:, 1:].reshape(-1, 4)
 
 
+def few_of_many(x: torch.Tensor) -> Any:
+    """Loop over the best three of 720 values: the smaller of two numbers bounds the rounds."""
+    values = x.repeat(12, 1).flatten()
+    values = values[values > 0]
+    total = torch.zeros(())
+    for value in values.topk(min(3, values.shape[0]))[0]:
+        total = total * 2 + value
+    return total
+
+
 FUNCTIONS = [least, of_all, of_columns, suppress, head]
 FUNCTIONS += [of_one_shape, unlike_sides, by_class, distinct, of_each_level]
-FUNCTIONS += [pooled, of_some_classes]
+FUNCTIONS += [pooled, of_some_classes, few_of_many]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
