@@ -31,6 +31,66 @@ if not hasattr(torch.ops.torchvision, "nms"):
     LIBRARY.impl("nms", suppressed, "CPU")
 
 
+def averaged(
+    images: torch.Tensor,
+    boxes: torch.Tensor,
+    scale: float,
+    height: int,
+    width: int,
+    samples: int,
+    aligned: bool,
+) -> torch.Tensor:
+    """Average the cells of boxes sample by sample, as torchvision's kernel for the CPU does."""
+    made = images.new_zeros(len(boxes), images.shape[1], height, width)
+    rows = []
+    for index, *corners in boxes.tolist():
+        left, top, right, bottom = (c * scale - 0.5 * aligned for c in corners)
+        high, wide = (s if aligned else max(s, 1.0) for s in (bottom - top, right - left))
+        cells = [
+            sum(
+                sampled(
+                    images[int(index)],
+                    top + (row + (i + 0.5) / samples) * high / height,
+                    left + (column + (j + 0.5) / samples) * wide / width,
+                )
+                for i in range(samples)
+                for j in range(samples)
+            )
+            / samples**2
+            for row in range(height)
+            for column in range(width)
+        ]
+        rows.append(torch.stack(cells, 1).reshape(-1, height, width))
+    return torch.stack(rows) if rows else made
+
+
+def sampled(image: torch.Tensor, y: float, x: float) -> Any:
+    height, width = image.shape[1:]
+    if not (-1 <= y <= height and -1 <= x <= width):
+        return image[:, 0, 0] * 0
+    y, x = min(max(y, 0), height - 1), min(max(x, 0), width - 1)
+    top, left = int(y), int(x)
+    low, right = min(top + 1, height - 1), min(left + 1, width - 1)
+    upper = image[:, top, left] * (left + 1 - x) + image[:, top, right] * (x - left)
+    lower = image[:, low, left] * (left + 1 - x) + image[:, low, right] * (x - left)
+    return upper * (top + 1 - y) + lower * (y - top)
+
+
+if not hasattr(torch.ops.torchvision, "roi_align"):
+    LIBRARY.define(
+        "roi_align(Tensor input, Tensor rois, float spatial_scale, SymInt pooled_height, SymInt"
+        " pooled_width, int sampling_ratio, bool aligned) -> Tensor"
+    )
+    LIBRARY.impl("roi_align", averaged, "CPU")
+    LIBRARY.impl(
+        "roi_align",
+        lambda images, boxes, scale, height, width, samples, aligned: images.new_empty(
+            boxes.size(0), images.size(1), height, width
+        ),
+        "Meta",
+    )
+
+
 def boxes_of(seed: int) -> torch.Tensor:
     """Return boxes with a score each: some overlap, one has no area."""
     generator = torch.Generator().manual_seed(seed)
@@ -114,8 +174,55 @@ def distinct(x: torch.Tensor) -> Any:
     )
 
 
+def of_each_level(x: torch.Tensor) -> Any:
+    """Choose a smaller number twelve times, which are no 4096 paths."""
+    kept, total = [], 0
+    for level in range(12):
+        rows = x[x[:, 4] > level / 12 - 0.5]
+        count = min(2, rows.size(0))
+        total = max(count, total, 1) + count
+        kept.append(rows[:count, 0])
+    return torch.cat(kept), total
+
+
+def images_of(x: torch.Tensor) -> torch.Tensor:
+    """Return two images of two channels, 12 x 5."""
+    return torch.stack([x, x.flip(0), x * x, x + 1]).reshape(2, 2, 12, 5)
+
+
+def pooled(x: torch.Tensor) -> Any:
+    """Average the cells of boxes, as many as data decides, some of them outside of the image."""
+    rows = x[x[:, 4] > -0.5]
+    boxes = torch.cat([torch.arange(len(rows), device=x.device)[:, None] % 2, rows[:, :4] - 1], 1)
+    align = torch.ops.torchvision.roi_align
+    few = align(images_of(x), boxes, 0.5, 2, 3, 2, True)
+    all_of = torch.cat([torch.zeros(12, 1), x[:, :4] * 3 - 8], 1)
+    return few, few.flatten(1).sum(1), align(images_of(x), all_of, 1.0, 1, 2, 1, False)
+
+
+def of_some_classes(x: torch.Tensor) -> Any:
+    """Reshape rows as torchvision's box coder and head do, also where there is no row."""
+    rows = x[x[:, 4] > 0.6]
+    count = rows.shape[0]
+    rows = torch.cat([rows, rows[:, :3]], 1)
+    if count > 0:
+        rows = rows.reshape(count, -1, 4)
+    return rows[:, 1:].reshape(-1, 4)
+
+
+def few_of_many(x: torch.Tensor) -> Any:
+    """Loop over the best three of 720 values: the smaller of two numbers bounds the rounds."""
+    values = x.repeat(12, 1).flatten()
+    values = values[values > 0]
+    total = torch.zeros(())
+    for value in values.topk(min(3, values.shape[0]))[0]:
+        total = total * 2 + value
+    return total
+
+
 FUNCTIONS = [least, of_all, of_columns, suppress, head]
-FUNCTIONS += [of_one_shape, unlike_sides, by_class, distinct]
+FUNCTIONS += [of_one_shape, unlike_sides, by_class, distinct, of_each_level]
+FUNCTIONS += [pooled, of_some_classes, few_of_many]
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -124,6 +231,42 @@ def test_equals_eager(function: Any) -> None:
     ported = tpuport.convert(function)
     for x in inputs:
         torch.testing.assert_close(tpuport.to_torch(ported(x)), function(x))
+
+
+def test_no_row_is_reshaped() -> None:
+    ported = tpuport.convert(of_some_classes)
+    x = boxes_of(0)
+    x[:, 4] = 0.0
+    assert tpuport.to_torch(ported(x)).shape == of_some_classes(x).shape == (0, 4)
+
+
+def test_gradient_of_averages() -> None:
+    """There is one for the images, and none for the boxes."""
+
+    class Pooled(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.images = torch.nn.Parameter(images_of(boxes_of(1)))
+            self.moved = torch.nn.Parameter(torch.zeros(4))
+
+        def forward(self, x: torch.Tensor, align: Any = torch.ops.torchvision.roi_align) -> Any:
+            boxes = torch.cat([torch.arange(12.0)[:, None] % 2, x[:, :4] + self.moved], 1)
+            return align(self.images.sin(), boxes, 0.7, 2, 2, 2, False).square().sum()
+
+    x, module = boxes_of(2), Pooled()
+    module(x, averaged).backward()
+    got = tpuport.to_torch(_gradients(tpuport.convert(module, verify=False), x))
+    torch.testing.assert_close(got["images"], module.images.grad)
+    assert not got["moved"].any()
+
+
+def test_samples_by_the_size_of_a_box_are_refused() -> None:
+    def adaptive(x: torch.Tensor) -> torch.Tensor:
+        boxes = torch.cat([torch.zeros(12, 1), x[:, :4]], 1)
+        return torch.ops.torchvision.roi_align(images_of(x), boxes, 1.0, 2, 2, -1, True)
+
+    with pytest.raises(tpuport.PortError, match="give a sampling_ratio"):
+        tpuport.convert(adaptive, verify=False)(boxes_of(0))
 
 
 def test_too_many_raise() -> None:

@@ -1,5 +1,6 @@
 """Branches, loops and checks on values, for rewritten code."""
 
+import functools
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -355,6 +356,11 @@ def _chosen(
 ) -> Any:
     if not any(is_traced(value) for value in values):
         return choose(*values)
+    import torch
+
+    if all(type(value) in (int, torch.SymInt) for value in values):
+        # Its bounds are known, so that a size of so many is no larger than the smallest of them.
+        return functools.reduce({max: torch.sym_max, min: torch.sym_min}[choose], values)
     best, *others = values
     for value in others:
         best = _selected(is_better(value, best), value, best)

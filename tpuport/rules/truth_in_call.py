@@ -39,6 +39,7 @@ class TruthInCall(Rule):
     MESSAGE = "`{call}` decides by values that do not exist while the program is traced"
     SAFETY = Safety.EXACT
     SEVERITY = Severity.ERROR
+    LIVE = True
 
     EXAMPLES = (
         Example(
@@ -186,8 +187,9 @@ def _is_choice(node: ast.Call, context: Context) -> bool:
     """Return whether a call is Python's `max` or `min` of several values, one of them traced."""
     match node:
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, _, *_], keywords=[]):
+            # A trace records the call as traced, inference from source its arguments.
             return not context.module.binds_otherwise(name) and any(
-                context.is_traced(argument) for argument in node.args
+                context.is_traced(value) for value in (node, *node.args)
             )
         case _:
             return False

@@ -28,7 +28,10 @@ SPECIALS: dict[Any, Callable[..., Any]] = {}
 
 
 def lowering(*ops: Any, reason: str = "torchax has no lowering") -> Callable[[_F], _F]:
-    """Register a function on jax arrays as the lowering of ATen overloads, or of whole packets."""
+    """Register a function on jax arrays as the lowering of ATen overloads, or of whole packets.
+
+    An op of a library that may not be there is given by the name of its packet.
+    """
 
     def register(function: _F) -> _F:
         for op in ops:
@@ -51,10 +54,11 @@ def special(*ops: Any) -> Callable[[_F], _F]:
 
 def find(func: Any) -> tuple[Callable[..., Any] | None, Callable[..., Any] | None]:
     """Return the special and the lowering of an overload: ours, else torchax's, else None."""
-    ours = LOWERINGS.get(func) or LOWERINGS.get(func.overloadpacket)
+    packet = func.overloadpacket
+    ours = LOWERINGS.get(func) or LOWERINGS.get(packet) or LOWERINGS.get(str(packet))
     if ours is not None:
         return SPECIALS.get(func), ours.function
-    theirs = backend.TORCHAX_OPS.get(func) or backend.TORCHAX_OPS.get(func.overloadpacket)
+    theirs = backend.TORCHAX_OPS.get(func) or backend.TORCHAX_OPS.get(packet)
     if theirs is None or not theirs.is_jax_function or theirs.needs_env:
         return SPECIALS.get(func), None
     return SPECIALS.get(func), theirs.func

@@ -68,7 +68,7 @@ _ROWWISE = {
     "unfold", "linalg_cross",
     "convolution", "avg_pool2d", "max_pool2d_with_indices", "_adaptive_avg_pool2d",
     "upsample_nearest2d", "upsample_bilinear2d", "baddbmm", "_fft_r2c", "_fft_c2c", "_fft_c2r",
-    "view_as_real", "view_as_complex", "_conj",
+    "view_as_real", "view_as_complex", "_conj", "roi_align",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Reshapes, slices, selects and splits of tensors of data-dependent size, or at traced ends."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -51,6 +52,15 @@ def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, 
 
     The factor is the number of elements of the later dims that merge into it.
     """
+    candidates = _places(shape, out, dim)
+    exact = [c for c in candidates if c[1] == 1]
+    if not candidates:
+        raise refuse(func, ", merged with dims before it or split")
+    return min(exact or candidates, key=lambda c: abs(c[0] - dim))
+
+
+def _places(shape: list[int], out: list[int], dim: int) -> list[tuple[int, int]]:
+    """Return the dims that a dim may become in a reshape, each with the factor of its size."""
     lead = math.prod(shape[:dim])
     running = 1
     candidates = []
@@ -58,10 +68,21 @@ def _place(func: Any, shape: list[int], out: list[int], dim: int) -> tuple[int, 
         if running == lead and size % max(shape[dim], 1) == 0 and size >= shape[dim]:
             candidates.append((position, size // max(shape[dim], 1)))
         running *= size
-    exact = [c for c in candidates if c[1] == 1]
-    if not candidates:
-        raise refuse(func, ", merged with dims before it or split")
-    return min(exact or candidates, key=lambda c: abs(c[0] - dim))
+    return candidates
+
+
+def keeps_dims(base: torch.Tensor, sizes: Sequence[Any]) -> bool:
+    """Return whether each data-dependent dim is a dim, or leads one, in a reshape to these sizes.
+
+    It does not in `x[:, :3].reshape(-1, 4)`, where it leads a dim only if there is no row.
+    """
+    shape = list(torch.Tensor.size(base))
+    try:
+        given = [int(physical_sizes(size, (base,))) for size in sizes]
+        out = list(torch.empty(shape, device="meta").reshape(given).shape)
+    except RuntimeError:
+        return False
+    return all(_places(shape, out, dim) for dim in extents_of(base))
 
 
 def _clamped(end: Any, size: NumberNode, default: NumberNode) -> NumberNode:

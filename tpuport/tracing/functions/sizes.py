@@ -18,6 +18,7 @@ from tpuport.tracing.dynamic_shapes.extents import extents_of, refuse
 from tpuport.tracing.dynamic_shapes.handlers import involved
 from tpuport.tracing.dynamic_shapes.reflow import reflowed, with_rest
 from tpuport.tracing.dynamic_shapes.rowwise import physical_sizes
+from tpuport.tracing.dynamic_shapes.views import keeps_dims
 from tpuport.tracing.functions.registry import function, holds_traced
 
 
@@ -53,8 +54,9 @@ def _reshape(
     if sizes and isinstance(sizes[0], (tuple, list)):
         (sizes,) = sizes
     sizes = with_rest(source, sizes)
-    if _splits(source, sizes) and torch.Tensor.is_contiguous(source):
-        return _reflowed(trace, source, sizes)
+    if _splits(source, sizes):
+        if torch.Tensor.is_contiguous(source) or not keeps_dims(source, sizes):
+            return _reflowed(trace, source, sizes)
     if not any(isinstance(size, torch.SymInt) for size in sizes):
         return NotImplemented
     try:
@@ -101,7 +103,7 @@ def _reflowed(trace: Trace, source: Any, sizes: Any) -> torch.Tensor:
 
     A part of a longer tensor may have gaps in eager PyTorch, so that no write may follow.
     """
-    if not source._chain:
+    if not source._chain and torch.Tensor.is_contiguous(source):
         return reflowed(source, sizes)
     # Eager has a view where the memory has no gaps, and a copy where it does.
     made = reflowed(source.clone(memory_format=torch.contiguous_format), sizes)
