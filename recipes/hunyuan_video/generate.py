@@ -9,12 +9,11 @@ import jax
 import numpy as np
 
 import tpuport
-from recipes.hunyuan_video.components import DTYPES
 from recipes.hunyuan_video.conditions import rows_of
-from recipes.hunyuan_video.decode import decode_video, port_vae
+from recipes.hunyuan_video.decode import decode_video, load_vae
 from recipes.hunyuan_video.denoise import STEPS, Denoiser, make_noise, make_schedule
 from recipes.hunyuan_video.encode import encode
-from recipes.hunyuan_video.options import Options, size_of
+from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.runs import Run
 from recipes.hunyuan_video.spreading import Spread, choose_spread, spread_of
 from recipes.hunyuan_video.video import to_frames, write_frames, write_video
@@ -135,8 +134,7 @@ def run_decode(run: Run, how: How) -> None:
     start = time.monotonic()
     latents = run.read(run.latents, "denoise")["latents"]
     mesh = None if how.spread is None else make_mesh({"data": -1})
-    vae = port_vae(run.components.module("vae", DTYPES["float32"]), run.options.precision, mesh)
-    run.components.load(vae.ported, "vae")
+    vae = load_vae(run.components, "decoder", mesh)
     for number, path in enumerate(videos):
         if path in missing:
             video = decode_video(vae, latents[number : number + 1])
@@ -178,7 +176,8 @@ def _begun(run: Run) -> tuple[int, jax.Array]:
             return int(found["steps"]), found["latents"]
         raise UsageError(f"{run.partial} is not of this run. What to do: remove it")
     channels = run.components.config("vae")["latent_channels"]
-    noise = make_noise(options, channels, size_of(options), DTYPES[options.precision])
+    size = run.components.size_of(options)
+    noise = make_noise(options, channels, size, run.components.noise_dtype)
     return 0, noise
 
 
