@@ -36,7 +36,8 @@ class Options:
         precision: "bf16" or "float32", for all models.
         version: Version of the transformer, such as "720p_t2v", in upstream's layout. "" for its
             only one, and for diffusers' layout.
-        cache: "deepcache" or "teacache" to reuse block outputs of earlier steps; None for neither.
+        cache: "deepcache", "teacache" or "taylorcache" to reuse block outputs of earlier steps;
+            None for none of them.
         cache_start: See `caching.StepCache`.
         cache_end: See `caching.StepCache`.
         cache_interval: See `caching.StepCache`.
