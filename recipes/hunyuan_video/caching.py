@@ -1,21 +1,29 @@
-"""Denoising steps that reuse the block outputs of an earlier step, as upstream's two caches do.
+"""Denoising steps that reuse the block outputs of earlier steps, as upstream's three caches do.
 
 The transformer is not rewritten: its list of blocks is replaced for the length of one call.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import torch
 from torch import nn
 
 from recipes.hunyuan_video.networks import Network, network_of
 from tpuport.foundation.errors import UsageError
 
-KINDS = ("deepcache", "teacache")
+KINDS = ("deepcache", "teacache", "taylorcache")
+# The highest difference of "taylorcache" (angelslim, TaylorCacheHelper, max_order). Its helper
+# splits values in low and high frequencies and continues both alike, which is the same as neither.
+_ORDER = 2
+Values = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,9 @@ class StepCache:
 
     "deepcache" runs only the last block, on the input it had in the last full step. "teacache" runs
     no block: it adds the difference that all blocks made in that step again (Liu et al. 2024,
-    arXiv:2411.19108). Both use upstream's fixed steps (hyvideo, generate.py --cache_start_step and
-    so on).
+    arXiv:2411.19108). "taylorcache" runs no block either: it continues their result by its first
+    two differences between full steps (Liu et al. 2025, arXiv:2503.06923). All use upstream's fixed
+    steps (hyvideo, generate.py --cache_start_step and so on).
 
     Attributes:
         kind: A name of `KINDS`.
@@ -48,6 +57,11 @@ class StepCache:
             )
         if self.interval < 1:
             raise UsageError(f"cache_interval={self.interval}: expected at least 1")
+        if self.kind == "taylorcache" and self.start == 0 and self.interval > 1 and self.end > 1:
+            raise UsageError(
+                "cache_start=0 with taylorcache: expected at least 1, as it continues results from"
+                " that of step 1 on"
+            )
 
     def is_full(self, step: int) -> bool:
         """Return whether a step, counted from 0, is computed by all blocks."""
@@ -55,6 +69,93 @@ class StepCache:
             return True
         # Step 0 has no earlier step to reuse.
         return step == 0 or (step - self.start) % self.interval == 0
+
+    def last_full(self, step: int) -> int:
+        """Return the last step computed by all blocks before a later one."""
+        return next(earlier for earlier in reversed(range(step)) if self.is_full(earlier))
+
+
+class Kept:
+    """What full steps of a run leave for those that reuse it, one entry for each network call.
+
+    Args:
+        cache: The steps.
+    """
+
+    def __init__(self, cache: StepCache) -> None:
+        self._cache = cache
+        self._values: list[Any] = []
+        # By call, the first stream after the last block and its differences by steps.
+        self._differences: list[list[jax.Array]] = []
+
+    def drop(self) -> None:
+        """Free what the next full step replaces."""
+        self._values = []
+
+    def take(self, step: int, values: Values) -> None:
+        """Keep what `keeping` collected in a full step."""
+        if self._cache.kind != "taylorcache":
+            self._values = values
+            return
+        self._values = [others for _, *others in values]
+        if step > 0:  # upstream's helper begins with the second step, too
+            before = self._differences or [[] for _ in values]
+            distance = step - self._cache.last_full(step)
+            self._differences = [
+                _extended(_like(known, value[0]), value[0], distance)
+                for known, value in zip(before, values, strict=True)
+            ]
+
+    def at(self, step: int) -> Values:
+        """Return what a step reuses, as `reusing` takes it."""
+        if self._cache.kind != "taylorcache":
+            return self._values
+        ahead = step - self._cache.last_full(step)
+        streams = [_continued(known, ahead) for known in self._differences]
+        return [(s, *others) for s, others in zip(streams, self._values, strict=True)]
+
+    def saved(self) -> dict[str, jax.Array]:
+        """Return by name what a full step needs of those before it."""
+        return {
+            f"differences.{call}.{order}": value
+            for call, known in enumerate(self._differences)
+            for order, value in enumerate(known)
+        }
+
+    def restore(self, found: Mapping[str, jax.Array]) -> None:
+        """Go on from what `saved` returned; other names are left alone."""
+        names = [name.split(".")[1:] for name in found if name.startswith("differences.")]
+        calls = 1 + max((int(call) for call, _ in names), default=-1)
+        self._differences = [
+            [found[f"differences.{n}.{k}"] for k in range(sum(int(c) == n for c, _ in names))]
+            for n in range(calls)
+        ]
+
+
+def _like(known: list[jax.Array], value: jax.Array) -> list[jax.Array]:
+    """Put values on the devices that another one is on, where those of a saved run may not be."""
+    where = value.sharding
+    return [one if one.sharding == where else jax.device_put(one, where) for one in known]
+
+
+@partial(jax.jit, donate_argnums=0)
+def _extended(known: list[jax.Array], value: jax.Array, distance: int) -> list[jax.Array]:
+    """Return a value and its differences, from those at the full step that many steps before."""
+    found = [value]
+    for before in known[:_ORDER]:
+        change = found[-1].astype(jnp.float32) - before.astype(jnp.float32)
+        found.append((change / distance).astype(value.dtype))
+    return found
+
+
+@jax.jit
+def _continued(known: list[jax.Array], ahead: int) -> jax.Array:
+    """Return the value some steps after the last full one, by its Taylor polynomial."""
+    terms = [
+        value.astype(jnp.float32) * (ahead**order / math.factorial(order))
+        for order, value in enumerate(known)
+    ]
+    return jnp.asarray(sum(terms)).astype(known[0].dtype)
 
 
 class _Streams(nn.Module):
@@ -107,6 +208,8 @@ def keeping(transformer: Any, kind: str) -> Iterator[list[tuple[torch.Tensor, ..
 
     if kind == "deepcache":
         order = [*blocks[:-1], stand_in(note), blocks[-1]]
+    elif kind == "taylorcache":
+        order = [*blocks, stand_in(note)]
     else:
         order = [stand_in(enter), *blocks, stand_in(leave)]
     with _in_place_of_blocks(transformer, network, order):
@@ -120,9 +223,9 @@ def reusing(
     """Make calls of a transformer reuse what `keeping` collected, in its order."""
     network, blocks = _blocks_of(transformer)
     left = list(kept)
-    if kind == "deepcache":
+    if kind in ("deepcache", "taylorcache"):
         given = _Streams(network, blocks[-1], lambda streams: left.pop(0))
-        order = [given, blocks[-1]]
+        order = [given, blocks[-1]] if kind == "deepcache" else [given]
     else:
 
         def add(streams: list[torch.Tensor]) -> list[torch.Tensor]:

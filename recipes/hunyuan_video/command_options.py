@@ -48,6 +48,7 @@ class Cache(StrEnum):
 
     DEEPCACHE = "deepcache"
     TEACACHE = "teacache"
+    TAYLORCACHE = "taylorcache"
 
 
 class Output(StrEnum):

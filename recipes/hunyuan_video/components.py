@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import torch
 
 import tpuport
-from recipes.hunyuan_video.options import Options
+from recipes.hunyuan_video.options import Options, size_of
 from recipes.quiet import quietly
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
@@ -104,6 +104,34 @@ class Components:
         return self.config("transformer")["image_embed_dim"]
 
     @property
+    def noise_dtype(self) -> torch.dtype:
+        """Return the dtype in which the pipeline of this layout draws noise."""
+        return DTYPES[self.precision]
+
+    @property
+    def quotes_of_negatives(self) -> bool:
+        """Return whether the pipeline of this layout reads quotes in the negative prompt."""
+        return True
+
+    def size_of(self, options: Options) -> tuple[int, int]:
+        """Return height and width of the video, as the pipeline of this layout chooses them."""
+        return size_of(options)
+
+    def fitted(self, image: Any, size: tuple[int, int]) -> Any:
+        """Resize a picture and cut its middle, as the pipeline of this layout does.
+
+        Args:
+            image: A picture of PIL's.
+            size: Height and width.
+        """
+        from diffusers.pipelines.hunyuan_video1_5.image_processor import (
+            HunyuanVideo15ImageProcessor,
+        )
+
+        processor = HunyuanVideo15ImageProcessor(do_resize=False)
+        return processor.resize(image, height=size[0], width=size[1], resize_mode="crop")
+
+    @property
     def dtype(self) -> Any:
         """Return the dtype of the computation, as a jax dtype."""
         return jnp.dtype("bfloat16" if self.precision == "bf16" else "float32")
@@ -166,14 +194,22 @@ class Components:
         self.load(ported, name)
         return ported
 
-    def load(self, ported: PortedModel, name: str) -> None:
+    def load(self, ported: PortedModel, name: str, part: str = "") -> None:
         """Read a component's weights into a port of its `module`.
+
+        Args:
+            ported: The port.
+            name: One of `CLASSES`.
+            part: Submodule that the port has, whose weights alone are read; "" for all.
 
         Raises:
             CheckpointError: They are damaged, or do not fit its configuration.
         """
         opened = tpuport.open_checkpoint(self.place(name))
-        ported.load(opened, rename=renaming(opened, {*ported.params, *ported.buffers}))
+        if part:
+            ported.load(opened, rename=lambda name: name if name.startswith(f"{part}.") else None)
+        else:
+            ported.load(opened, rename=renaming(opened, {*ported.params, *ported.buffers}))
 
     def weights(self, name: str) -> list[Path]:
         """Return the files with a component's weights."""

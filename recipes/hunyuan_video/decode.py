@@ -1,7 +1,7 @@
 """Decoding of latents and encoding of an image by the VAE's own class, in one program each."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tpuport
+from recipes.hunyuan_video.components import Components
 from recipes.hunyuan_video.tiling import Tiling, map_tiles, tiling_of
 from recipes.hunyuan_video.vae_patches import causal_by_frames
 from tpuport.foundation.errors import UsageError
@@ -17,8 +18,8 @@ from tpuport.model.ported_model import PortedModel
 
 PRECISIONS = ("bf16", "float32")
 PIXELS = 3
-# A weight that both classes have. Its dtype is that of the model.
-_FIRST = "decoder.conv_in.conv.weight"
+# A weight of each half in both classes. Its dtype is that of the model.
+_FIRST = "decoder.conv_in.conv.weight", "encoder.conv_in.conv.weight"
 
 
 def decode_tile(vae: Any, latents: torch.Tensor) -> torch.Tensor:
@@ -65,6 +66,27 @@ def port_vae(model: torch.nn.Module, precision: str = "bf16", mesh: Mesh | None 
     if mesh is not None:
         tpuport.shard(ported, mesh, "replicated")
     return VideoVae(ported)
+
+
+def load_vae(
+    components: Components, half: Literal["encoder", "decoder"], mesh: Mesh | None = None
+) -> VideoVae:
+    """Port half of a folder's VAE and read its weights, so that a run reads each of them once.
+
+    Args:
+        components: The model folder.
+        half: Its half, for `encode_image` or for `decode_video`.
+        mesh: See `port_vae`.
+
+    Raises:
+        UsageError: The folder has no VAE.
+        CheckpointError: Its weights are damaged.
+    """
+    model = components.module("vae", torch.float32)
+    setattr(model, "decoder" if half == "encoder" else "encoder", None)
+    vae = port_vae(model, components.precision, mesh)
+    components.load(vae.ported, "vae", half)
+    return vae
 
 
 def decode_video(vae: VideoVae, latents: Any, tiling: Tiling | None = None) -> jax.Array:
@@ -196,7 +218,8 @@ def _state(ported: PortedModel) -> tuple[Any, Any]:
 
 
 def _dtype(params: Any, buffers: Any) -> Any:
-    return {**params, **buffers}[_FIRST].dtype
+    state = {**params, **buffers}
+    return next(state[name].dtype for name in _FIRST if name in state)
 
 
 def _on_mesh(ported: PortedModel, value: Any) -> jax.Array:

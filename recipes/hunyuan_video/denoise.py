@@ -13,13 +13,11 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from recipes.hunyuan_video.caching import StepCache, keeping, reusing
+from recipes.hunyuan_video.caching import Kept, StepCache, Values, keeping, reusing
 from recipes.hunyuan_video.networks import flow_of, network_of
 from recipes.hunyuan_video.options import STRIDE, Options
 from recipes.hunyuan_video.spreading import Spread
 from tpuport.model.ported_model import PortedModel
-
-Kept = list[tuple[torch.Tensor, ...]]
 
 
 def denoise_step(
@@ -77,7 +75,7 @@ def keeping_step(
     guidance: float,
     calls: int,
     kind: str,
-) -> tuple[torch.Tensor, Kept]:
+) -> tuple[torch.Tensor, Values]:
     """Take a `denoise_step` and return also what a later step may reuse, call by call.
 
     Args:
@@ -98,12 +96,12 @@ def reusing_step(
     latents: torch.Tensor,
     times: torch.Tensor,
     conditions: Mapping[str, torch.Tensor],
-    kept: Kept,
+    kept: Values,
     guidance: float,
     calls: int,
     kind: str,
 ) -> torch.Tensor:
-    """Take a `denoise_step` with what `keeping_step` returned in place of the blocks' results."""
+    """Take a `denoise_step` with what `caching.Kept` gives in place of the blocks' results."""
     with reusing(transformer, kind, kept):
         return denoise_step(transformer, latents, times, conditions, guidance, calls)
 
@@ -132,7 +130,11 @@ class Denoiser:
     cache: StepCache | None = None
 
     def run(
-        self, latents: jax.Array, schedule: np.ndarray[Any, Any], first: int = 0
+        self,
+        latents: jax.Array,
+        schedule: np.ndarray[Any, Any],
+        first: int = 0,
+        kept: Kept | None = None,
     ) -> Iterator[tuple[int, jax.Array]]:
         """Yield the number of steps done and the latents after each step.
 
@@ -142,18 +144,25 @@ class Denoiser:
             latents: float32 (P, C, ...).
             schedule: Result of `make_schedule`.
             first: Step to begin with, which must be a full one.
+            kept: What the steps before it have left; None at the first one.
         """
         conditions, latents = self._placed(dict(self.conditions)), self._placed(latents)
         full, reuse = self._programs
-        state, kept = (self.ported.params, self.ported.buffers), None
+        state = self.ported.params, self.ported.buffers
+        if self.cache is not None:
+            kept = kept or Kept(self.cache)
         for number in range(first, len(schedule)):
             times = self._placed(jnp.asarray(schedule[number]))
             with nullcontext() if self.way is None else self.way.attention():
-                if self.is_full(number):
-                    kept = None  # frees its memory for the step
-                    latents, kept = full(*state, latents, times, conditions)
+                if kept is None:
+                    latents, _ = full(*state, latents, times, conditions)
+                elif self.is_full(number):
+                    kept.drop()  # frees its memory for the step
+                    latents, values = full(*state, latents, times, conditions)
+                    kept.take(number, values)
+                    del values
                 else:
-                    latents = reuse(*state, latents, times, conditions, kept)
+                    latents = reuse(*state, latents, times, conditions, kept.at(number))
             yield number + 1, latents
 
     def is_full(self, step: int) -> bool:

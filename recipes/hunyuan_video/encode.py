@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import tpuport
 from recipes.hunyuan_video.components import Components
-from recipes.hunyuan_video.options import Options, size_of
+from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.prompts import LAYER, tokenize, tokenize_glyphs
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
@@ -56,7 +56,10 @@ def encode(components: Components, options: Options, mesh: Mesh | None = None) -
     prompts = list(options.prompts)
     # One batch for all prompts: one program, and one pass over the weights.
     texts = [*prompts, options.negative_prompt] if options.has_guidance else prompts
-    found = {**_chats(components, texts, mesh), **_glyphs(components, texts)}
+    quoting = texts
+    if options.has_guidance and not components.quotes_of_negatives:
+        quoting = [*prompts, ""]
+    found = {**_chats(components, texts, mesh), **_glyphs(components, quoting)}
     named = {name: rows[: len(prompts)] for name, rows in found.items()}
     if options.has_guidance:
         named |= {f"negative_{name}": rows[len(prompts) :] for name, rows in found.items()}
@@ -97,18 +100,18 @@ def _glyphs(components: Components, texts: Sequence[str]) -> Arrays:
 def _picture(components: Components, options: Options) -> Arrays:
     from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
-    from recipes.hunyuan_video.decode import encode_image, port_vae
+    from recipes.hunyuan_video.decode import encode_image, load_vae
 
-    height, width = size_of(options)
-    processor = HunyuanVideo15ImageProcessor(do_resize=False)
-    image = processor.resize(_read(options), height=height, width=width, resize_mode="crop")
+    height, width = size = components.size_of(options)
+    image = components.fitted(_read(options), size)
     pixels = components.image_processor().preprocess(
         images=image, do_resize=True, return_tensors="pt", do_convert_rgb=True
     )["pixel_values"]
     encoder = components.ported("image_encoder", (picture_states,))
-    vae = port_vae(components.module("vae", torch.float32), components.precision)
-    components.load(vae.ported, "vae")
-    frame = processor.preprocess(image, height=height, width=width)
+    vae = load_vae(components, "encoder")
+    frame = HunyuanVideo15ImageProcessor(do_resize=False).preprocess(
+        image, height=height, width=width
+    )
     return {
         "picture": _run(encoder, picture_states, jnp.asarray(pixels.numpy(), components.dtype)),
         "first_frame": encode_image(vae, jnp.asarray(frame)),

@@ -9,12 +9,12 @@ import jax
 import numpy as np
 
 import tpuport
-from recipes.hunyuan_video.components import DTYPES
+from recipes.hunyuan_video.caching import Kept
 from recipes.hunyuan_video.conditions import rows_of
-from recipes.hunyuan_video.decode import decode_video, port_vae
+from recipes.hunyuan_video.decode import decode_video, load_vae
 from recipes.hunyuan_video.denoise import STEPS, Denoiser, make_noise, make_schedule
 from recipes.hunyuan_video.encode import encode
-from recipes.hunyuan_video.options import Options, size_of
+from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.runs import Run
 from recipes.hunyuan_video.spreading import Spread, choose_spread, spread_of
 from recipes.hunyuan_video.video import to_frames, write_frames, write_video
@@ -88,7 +88,8 @@ def run_denoise(run: Run, how: How) -> None:
     start, options = time.monotonic(), run.options
     encoded = run.read(run.conditions, "encode")
     schedule = make_schedule(run.components.scheduler(), options)
-    first, latents = _begun(run)
+    kept = None if options.step_cache is None else Kept(options.step_cache)
+    first, latents = _begun(run, kept)
     if first:
         how.say(f"denoise: resumes after step {first}")
     way = _way(how, options)
@@ -102,14 +103,15 @@ def run_denoise(run: Run, how: How) -> None:
     )
     denoiser = Denoiser(ported, conditions, options.guidance, how.calls, way, options.step_cache)
     due = first + how.save_every
-    for done, now in denoiser.run(latents, schedule, first):
+    for done, now in denoiser.run(latents, schedule, first, kept):
         if how.on_step is not None:
             jax.block_until_ready(now)
             how.on_step(done, options.steps)
         latents = now
-        # The partial file holds latents only, so that a resumed run must begin with a full step.
+        # What steps reuse of the last full one is not saved: a resumed run begins with a full step.
         if due <= done < options.steps and denoiser.is_full(done):
-            run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32)})
+            reused = {} if kept is None else kept.saved()
+            run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32), **reused})
             due = done + how.save_every
     _check_finite(latents)
     run.write(run.latents, {"latents": latents})
@@ -135,8 +137,7 @@ def run_decode(run: Run, how: How) -> None:
     start = time.monotonic()
     latents = run.read(run.latents, "denoise")["latents"]
     mesh = None if how.spread is None else make_mesh({"data": -1})
-    vae = port_vae(run.components.module("vae", DTYPES["float32"]), run.options.precision, mesh)
-    run.components.load(vae.ported, "vae")
+    vae = load_vae(run.components, "decoder", mesh)
     for number, path in enumerate(videos):
         if path in missing:
             video = decode_video(vae, latents[number : number + 1])
@@ -169,16 +170,22 @@ def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheRepor
     return cache.report
 
 
-def _begun(run: Run) -> tuple[int, jax.Array]:
-    """Return the number of steps that were saved, and the latents after them."""
+def _begun(run: Run, kept: Kept | None) -> tuple[int, jax.Array]:
+    """Return the number of steps that were saved, and the latents after them.
+
+    What these steps left is given to `kept`.
+    """
     options = run.options
     if run.partial.is_file():
         found = tpuport.load_checkpoint(run.partial)
         if {"latents", "steps"} <= {*found} and 0 < int(found["steps"]) < options.steps:
+            if kept is not None:
+                kept.restore(found)
             return int(found["steps"]), found["latents"]
         raise UsageError(f"{run.partial} is not of this run. What to do: remove it")
     channels = run.components.config("vae")["latent_channels"]
-    noise = make_noise(options, channels, size_of(options), DTYPES[options.precision])
+    size = run.components.size_of(options)
+    noise = make_noise(options, channels, size, run.components.noise_dtype)
     return 0, noise
 
 

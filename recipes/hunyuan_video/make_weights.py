@@ -25,7 +25,11 @@ _HEADS, _HEAD, _BLOCKS, _ROPE = 8, 16, 3, (4, 6, 6)  # as many heads as a small 
 _LEVELS = (8, 8, 16, 16, 16)
 LAYOUTS = ("diffusers", "upstream")
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
-_UPSTREAM_GLYPH = 1472
+# Widths that upstream's classes and its pipeline hard-code, of a token of glyphs and of a picture.
+_UPSTREAM_GLYPH, _UPSTREAM_IMAGE = 1472, 1152
+_UPSTREAM_VERSIONS = {"720p_t2v": "t2v", "720p_i2v": "i2v"}
+# What a prompt for byT5 may name: each has a token of its own after those of byT5.
+_COLOURS, _FONTS = {"white": 0, "black": 1}, {"en-Sans": 0}
 _UPSTREAM_TRANSFORMER = {
     "_class_name": "HunyuanVideo_1_5_DiffusionTransformer",
     "patch_size": [1, 1, 1],
@@ -40,10 +44,12 @@ _UPSTREAM_TRANSFORMER = {
     "text_states_dim": _TEXT,
     "glyph_byT5_v2": True,
     "vision_projection": "linear",
-    "vision_states_dim": _IMAGE,
+    "vision_states_dim": _UPSTREAM_IMAGE,
     "use_cond_type_embedding": True,
     "is_reshape_temporal_channels": False,
+    "ideal_resolution": "720p",
 }
+_UPSTREAM_SCHEDULER = {"_class_name": "FlowMatchDiscreteScheduler", "shift": 9.0}
 _UPSTREAM_VAE = {
     "_class_name": "AutoencoderKLConv3D",
     "in_channels": 3,
@@ -60,7 +66,7 @@ _UPSTREAM_VAE = {
 
 
 def make_weights(
-    folder: str | Path, seed: int = 0, layout: str = "diffusers", *, glyph_width: int | None = None
+    folder: str | Path, seed: int = 0, layout: str = "diffusers", *, upstream_widths: bool = False
 ) -> Path:
     """Write a tiny HunyuanVideo-1.5 in a published layout, the same for the same seed.
 
@@ -72,8 +78,8 @@ def make_weights(
         seed: Random seed of the weights.
         layout: "diffusers", one folder per component, or "upstream", see
             `recipes.hunyuan_video.upstream`, which runs with upstream's classes.
-        glyph_width: Width of a glyph token. None for a small one, or in upstream's layout for 1472,
-            which its class hard-codes.
+        upstream_widths: Give glyphs and pictures the widths that upstream's code hard-codes, as its
+            layout has, in diffusers' layout, too.
 
     Returns:
         The folder.
@@ -88,11 +94,12 @@ def make_weights(
     folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer()
-    width = glyph_width or (_UPSTREAM_GLYPH if layout == "upstream" else _GLYPH)
+    wide = upstream_widths or layout == "upstream"
+    glyph, image = (_UPSTREAM_GLYPH, _UPSTREAM_IMAGE) if wide else (_GLYPH, _IMAGE)
     with quietly(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = diffusers.HunyuanVideo15ImageToVideoPipeline(
-            **_models(len(tokenizer), width),
+            **_models(len(tokenizer), glyph, image),
             **_image_processor(),
             tokenizer=tokenizer,
             tokenizer_2=_glyph_tokenizer(),
@@ -112,30 +119,45 @@ def _write_upstream(folder: Path, pipeline: Any) -> None:
     from safetensors.torch import save_file
 
     weights = upstream_transformer(pipeline.transformer.state_dict())
-    for version in ("720p_t2v", "720p_i2v"):
-        _write(folder / "transformer" / version, _UPSTREAM_TRANSFORMER)
+    for version, task in _UPSTREAM_VERSIONS.items():
+        _write(folder / "transformer" / version, {**_UPSTREAM_TRANSFORMER, "ideal_task": task})
         save_file(weights, folder / "transformer" / version / _WEIGHTS)
     _write(folder / "vae", _UPSTREAM_VAE)
     save_file(upstream_vae(pipeline.vae.state_dict()), folder / "vae" / _WEIGHTS)
     pipeline.text_encoder.save_pretrained(folder / "text_encoder" / "llm")
     pipeline.tokenizer.save_pretrained(folder / "text_encoder" / "llm")
-    pipeline.text_encoder_2.config.save_pretrained(folder / "text_encoder" / "byt5-small")
+    _write(folder / "scheduler", _UPSTREAM_SCHEDULER, "scheduler_config.json")
+    _write_glyphs(folder, pipeline.text_encoder_2)
     pipeline.tokenizer_2.save_pretrained(folder / "text_encoder" / "byt5-small")
-    glyphs = folder / GLYPHS
-    glyphs.parent.mkdir(parents=True)
-    encoder = pipeline.text_encoder_2.encoder.state_dict()
-    torch.save({"state_dict": {GLYPH_PREFIX + n: w for n, w in encoder.items()}}, glyphs)
     siglip = folder / "vision_encoder" / "siglip"
     pipeline.image_encoder.save_pretrained(siglip / "image_encoder")
     pipeline.feature_extractor.save_pretrained(siglip / "feature_extractor")
 
 
-def _write(folder: Path, config: dict[str, Any]) -> None:
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+def _write_glyphs(folder: Path, encoder: Any) -> None:
+    """Write byT5 as published, which upstream enlarges, and the encoder that it then loads."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config.from_dict({**encoder.config.to_dict(), "is_encoder_decoder": True})
+    T5ForConditionalGeneration(config).save_pretrained(folder / "text_encoder" / "byt5-small")
+    weights = dict(encoder.encoder.state_dict())
+    known = weights["embed_tokens.weight"]
+    added = known.new_zeros(len(_COLOURS) + len(_FONTS), known.shape[1])
+    weights["embed_tokens.weight"] = torch.cat([known, added])
+    glyphs = folder / GLYPHS
+    glyphs.parent.mkdir(parents=True)
+    torch.save({"state_dict": {GLYPH_PREFIX + n: w for n, w in weights.items()}}, glyphs)
+    assets = glyphs.parent.parent / "assets"
+    _write(assets, _COLOURS, "color_idx.json")
+    _write(assets, _FONTS, "multilingual_10-lang_idx.json")
 
 
-def _models(vocab_size: int, glyph_width: int) -> dict[str, torch.nn.Module]:
+def _write(folder: Path, config: dict[str, Any], name: str = "config.json") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def _models(vocab_size: int, glyph_width: int, image_width: int) -> dict[str, torch.nn.Module]:
     from transformers import SiglipVisionConfig, SiglipVisionModel, T5Config, T5EncoderModel
     from transformers.models.qwen2_5_vl import Qwen2_5_VLTextModel
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
@@ -164,7 +186,7 @@ def _models(vocab_size: int, glyph_width: int) -> dict[str, torch.nn.Module]:
         is_encoder_decoder=False,
     )
     image = SiglipVisionConfig(
-        hidden_size=_IMAGE,
+        hidden_size=image_width,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -175,14 +197,14 @@ def _models(vocab_size: int, glyph_width: int) -> dict[str, torch.nn.Module]:
         "text_encoder": Qwen2_5_VLTextModel(text).eval(),
         "text_encoder_2": T5EncoderModel(glyph).eval(),
         "image_encoder": SiglipVisionModel(image).eval(),
-        "transformer": tiny_transformer(glyph_width),
+        "transformer": tiny_transformer(glyph_width, image_width),
         "vae": diffusers.AutoencoderKLHunyuanVideo15(
             latent_channels=_LATENT, block_out_channels=_LEVELS, layers_per_block=1
         ).eval(),
     }
 
 
-def tiny_transformer(glyph_width: int = _GLYPH) -> torch.nn.Module:
+def tiny_transformer(glyph_width: int = _GLYPH, image_width: int = _IMAGE) -> torch.nn.Module:
     """Return the transformer of a tiny model, its weights drawn from torch's generator."""
     diffusers: Any = importlib.import_module("diffusers")
     return diffusers.HunyuanVideo15Transformer3DModel(
@@ -193,7 +215,7 @@ def tiny_transformer(glyph_width: int = _GLYPH) -> torch.nn.Module:
         num_layers=_BLOCKS,
         text_embed_dim=_TEXT,
         text_embed_2_dim=glyph_width,
-        image_embed_dim=_IMAGE,
+        image_embed_dim=image_width,
         rope_axes_dim=_ROPE,
     ).eval()
 

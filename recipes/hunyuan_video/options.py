@@ -1,5 +1,6 @@
 """The options of a run, which determine its video, and the resolutions that the model knows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +36,8 @@ class Options:
         precision: "bf16" or "float32", for all models.
         version: Version of the transformer, such as "720p_t2v", in upstream's layout. "" for its
             only one, and for diffusers' layout.
-        cache: "deepcache" or "teacache" to reuse block outputs of earlier steps; None for neither.
+        cache: "deepcache", "teacache" or "taylorcache" to reuse block outputs of earlier steps;
+            None for none of them.
         cache_start: See `caching.StepCache`.
         cache_end: See `caching.StepCache`.
         cache_interval: See `caching.StepCache`.
@@ -129,22 +131,35 @@ def parse_aspect(text: str) -> tuple[int, int]:
     return int(width), int(height)
 
 
-def size_of(options: Options) -> tuple[int, int]:
+def nearest_of_diffusers(height: int, width: int, base: int) -> tuple[int, int]:
+    """Return the shape in a bucket that diffusers' pipelines choose.
+
+    It is the nearest of those that are not more elongated than the video.
+    """
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=STRIDE)
+    found = processor.calculate_default_height_width(height, width, base)
+    return int(found[0]), int(found[1])
+
+
+def size_of(
+    options: Options, nearest: Callable[[int, int, int], tuple[int, int]] = nearest_of_diffusers
+) -> tuple[int, int]:
     """Return height and width of the video in pixels.
 
-    This is the nearest shape in the resolution's bucket, as diffusers' pipelines choose it; for i2v
-    the nearest to the image's own.
+    This is a shape in the resolution's bucket, near to the aspect; for i2v to the image's own.
+
+    Args:
+        options: Options of the run.
+        nearest: Chooses a shape for a height, a width and the bucket's side.
     """
     if options.height is not None and options.width is not None:
         return options.height, options.width
-    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
-
     width, height = parse_aspect(options.aspect)
     if options.image is not None:
         from PIL import Image
 
         with Image.open(options.image) as image:
             width, height = image.size
-    processor = HunyuanVideo15ImageProcessor(vae_scale_factor=STRIDE)
-    found = processor.calculate_default_height_width(height, width, RESOLUTIONS[options.resolution])
-    return int(found[0]), int(found[1])
+    return nearest(height, width, RESOLUTIONS[options.resolution])

@@ -13,12 +13,16 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 import tpuport
 from recipes.hunyuan_video.components import CLASSES, Components, model_folder
-from recipes.hunyuan_video.options import Options
+from recipes.hunyuan_video.options import STRIDE, Options, size_of
 from tpuport.foundation.errors import UsageError
 from tpuport.kernels.attention.dispatch import AttentionWarning
 from tpuport.model.ported_model import PortedModel
@@ -40,6 +44,9 @@ _PLACES = {
 }
 GLYPHS = "text_encoder/Glyph-SDXL-v2/checkpoints/byt5_model.pt"
 GLYPH_PREFIX = "module.text_tower.encoder."
+# Part of a tile that the next repeats, on an accelerator of more than 21 GB (upstream,
+# hyvideo/pipelines/hunyuan_video_pipeline.py, get_vae_inference_config).
+_OVERLAP = 0.125
 # Shift of the noise schedule by the prefix of a version (upstream, hyvideo/commons, flow_shift).
 _SHIFTS = {"480p_i2v_step_distilled": 7.0, "480p": 5.0, "720p_t2v": 9.0, "720p_i2v": 7.0}
 
@@ -119,6 +126,34 @@ class UpstreamComponents(Components):
             raise UsageError(f"task={options.task!r} with {name}, which is for the other one")
 
     @property
+    def noise_dtype(self) -> torch.dtype:
+        """Return the dtype in which upstream draws noise, whatever it computes in."""
+        return torch.bfloat16
+
+    @property
+    def quotes_of_negatives(self) -> bool:
+        """Return that upstream gives byT5 no text of the negative prompt."""
+        return False
+
+    def size_of(self, options: Options) -> tuple[int, int]:
+        """Return height and width of the video: the bucket's shape with the nearest ratio."""
+        return size_of(options, _nearest)
+
+    def fitted(self, image: Any, size: tuple[int, int]) -> Any:
+        """Resize a picture and cut its middle, which diffusers rounds to another row."""
+        from PIL import Image
+
+        height, width = size
+        return Image.fromarray(_data_utils().resize_and_center_crop(np.array(image), width, height))
+
+    def module(self, name: str, dtype: torch.dtype | None = None) -> torch.nn.Module:
+        """Return a component ready to be ported; the VAE with the tiles that upstream sets."""
+        made: Any = super().module(name, dtype)
+        if name == "vae":
+            made.set_tile_sample_min_size(made.tile_sample_min_size, _OVERLAP)
+        return made
+
+    @property
     def picture_width(self) -> int:
         """Return the width of a picture's tokens, as the transformer takes them."""
         return self.config("transformer")["vision_states_dim"]
@@ -142,14 +177,14 @@ class UpstreamComponents(Components):
         """Return the files with a component's weights."""
         return [self.folder / GLYPHS] if name == "text_encoder_2" else super().weights(name)
 
-    def load(self, ported: PortedModel, name: str) -> None:
+    def load(self, ported: PortedModel, name: str, part: str = "") -> None:
         """Read a component's weights into a port of its `module`.
 
         Raises:
             CheckpointError: They are damaged, or do not fit its configuration.
         """
         if name != "text_encoder_2":
-            super().load(ported, name)
+            super().load(ported, name, part)
             return
 
         def rename(name: str) -> str | None:
@@ -174,6 +209,28 @@ class UpstreamComponents(Components):
 
     def _glyphs(self) -> Any:
         return tpuport.open_checkpoint(self.folder / GLYPHS)
+
+
+def _nearest(height: int, width: int, base: int) -> tuple[int, int]:
+    utils = _data_utils()
+    sizes = utils.generate_crop_size_list(base, STRIDE)
+    ratios = [round(height / width, 5) for height, width in sizes]
+    found = utils.get_closest_ratio(height, width, ratios, sizes)[0]
+    return int(found[0]), int(found[1])
+
+
+@cache
+def _data_utils() -> Any:
+    """Return upstream's module of buckets, from its file.
+
+    An import of the package has to wait for a porting context, which rewrites it.
+    """
+    package: Any = importlib.util.find_spec("hyvideo")
+    path = Path(*package.submodule_search_locations, "utils", "data_utils.py")
+    spec: Any = importlib.util.spec_from_file_location("hyvideo_data_utils", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def versions(folder: Path) -> list[str]:

@@ -66,6 +66,60 @@ def test_a_write_is_refused_and_not_left_behind(kind, verify):
     assert OUTSIDE[0].tolist() == pytest.approx([0.3] * 3)
 
 
+class GivesMemory(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.layer(x)
+        OUTSIDE[0].data = (OUTSIDE[0] * x * self.weight).detach()
+        return x * self.weight + OUTSIDE[0]
+
+
+def test_memory_of_the_program_is_refused_for_a_tensor_of_elsewhere():
+    with pytest.raises(PortError, match=r"`\.data` of a tensor .*neither an argument") as info:
+        tpuport.convert(GivesMemory(), verify=False)(torch.ones(3) * 2)
+    assert info.value.code == "TPU406"
+    assert OUTSIDE[0].tolist() == pytest.approx([0.3] * 3)
+
+    def called(device):
+        OUTSIDE[0] = torch.full((3,), 0.3, device=device)
+        torch.manual_seed(0)
+        net = GivesMemory().to(device).requires_grad_(False)
+        found = [net(torch.full((3,), 2.0, device=device)).sum().item() for _ in range(3)]
+        return [*found, OUTSIDE[0].sum().item()]
+
+    expected = called("cpu")
+    with tpuport.porting(), pytest.warns(PortWarning, match="TPU406"):
+        assert called("cuda") == pytest.approx(expected)
+
+
+def test_memory_of_a_tensor_that_the_call_makes():
+    class Layer(Base):
+        def forward(self, x):
+            layer = nn.Linear(3, 3).to(x.device)
+            with torch.no_grad():
+                layer.weight.fill_(0.5)
+                layer.bias.copy_(x[0])
+            return layer.to(x.device)(x) * self.weight
+
+    net, x = Layer(), torch.arange(6.0).view(2, 3)
+    assert tpuport.convert(net)(x).tolist() == net(x).tolist()
+
+
+def test_memory_of_the_program_is_refused_for_a_tensor_with_known_values():
+    class Makes(Base):
+        def forward(self, x):
+            made = torch.zeros(3)
+            made.data = x.detach()
+            return made * self.weight
+
+    with pytest.raises(PortError, match=r"with known values .*\n?.*") as info:
+        tpuport.convert(Makes(), verify=False)(torch.ones(3))
+    assert info.value.code == "TPU201"
+
+
 def test_a_script_goes_on_with_what_eager_would_have_written():
     class Counts(nn.Module):
         def __init__(self):

@@ -123,7 +123,7 @@ HYVIDEO15 = _table(
         "**.individual_token_refiner.**.mlp.fc2", "**.self_attn_proj", "**.linear2.fc",
         "byt5_in.fc2", "time_in.mlp.2",
     ),
-    spread=("byt5_in.fc3", "txt_in.input_embedder"),
+    spread=("byt5_in.fc3", "txt_in.input_embedder", "vision_in.proj.*"),
     blocks=("double_blocks.*", "single_blocks.*"),
 )  # fmt: skip
 # Wan 2.1 and 2.2, diffusers' WanTransformer3DModel.

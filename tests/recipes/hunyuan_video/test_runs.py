@@ -153,6 +153,33 @@ def test_a_run_that_breaks_off_goes_on(
     np.testing.assert_array_equal(latents(whole), latents(begun))
 
 
+# test_caching.py goes on from what is saved, without files.
+@pytest.mark.slow
+def test_a_run_that_continues_results_goes_on(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From their differences, which are saved beside the latents."""
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    given = ("--steps", "6", "--cache", "taylorcache", "--cache-start", "1")
+    given = (*given, "--cache-end", "6", "--cache-interval", "2", "--output", "latents")
+    assert generate(model_folder, whole, *given).exit_code == 0
+    known = Denoiser.is_full
+
+    def breaks_off(self: Denoiser, step: int) -> bool:
+        if step == 4:
+            raise KeyboardInterrupt
+        return known(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Denoiser, "is_full", breaks_off)
+        assert generate(model_folder, broken, *given).exit_code != 0
+    saved = tpuport.load_checkpoint(broken / "denoising.safetensors")
+    assert {*saved} == {"latents", "steps", "differences.0.0"}
+    found = generate(model_folder, broken, *given)
+    assert "resumes after step 3" in found.output
+    np.testing.assert_array_equal(latents(whole), latents(broken))
+
+
 def test_other_options_are_not_gone_on_with(model_folder: Path, begun: Path, tmp_path: Path):
     given = ("--seed", "3", *FAST[:4], *SIZE)
     found = run("encode", model_folder, "-o", begun, "-p", "snow", *given)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import tpuport
 from recipes.hunyuan_video.components import Components
@@ -51,7 +52,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same weights in both layouts."""
     folder = tmp_path_factory.mktemp("layouts")
     upstream = make_weights(folder / "upstream", layout="upstream")
-    return upstream, make_weights(folder / "diffusers", glyph_width=1472)
+    return upstream, make_weights(folder / "diffusers", upstream_widths=True)
 
 
 def latents_of(
@@ -127,8 +128,16 @@ def test_steps_are_those_of_eager_pytorch_and_of_diffusers(
 # Above are steps of this class, in test_pipeline.py those with a picture.
 @pytest.mark.slow
 def test_image_to_video_is_that_of_diffusers(
-    folders: tuple[Path, Path], encoded: dict[str, Any], picture: Path, of_diffusers: Any
+    folders: tuple[Path, Path],
+    encoded: dict[str, Any],
+    picture: Path,
+    of_diffusers: Any,
+    tmp_path: Path,
 ):
+    # Of a shape of which both pipelines cut out the same part.
+    with Image.open(picture) as image:
+        picture = tmp_path / "first.png"
+        image.crop((0, 0, 160, 90)).save(picture)
     options = dataclasses.replace(
         OPTIONS, prompts=("snow",), task="i2v", image=str(picture), steps=2, guidance=1.0
     )
@@ -209,6 +218,17 @@ def test_a_version_is_chosen(folders: tuple[Path, Path]):
         open_components(folders[1], "float32", "720p_t2v")
     with pytest.raises(UsageError, match="task='t2v' with 720p_i2v, which is for the other one"):
         open_components(folders[0], "float32", "720p_i2v").check(OPTIONS)
+
+
+def test_sizes_are_the_nearest_of_the_bucket(folders: tuple[Path, Path]):
+    upstream, other = (
+        open_components(folders[0], "bf16", "720p_t2v"),
+        open_components(folders[1], "bf16"),
+    )
+    upright = Options(("a",), aspect="9:16")
+    assert upstream.size_of(upright) == (1280, 720)
+    assert other.size_of(upright) == size_of(upright) == (1264, 720)
+    assert upstream.size_of(OPTIONS) == (48, 64)
 
 
 def test_distilled_models_take_no_guidance(folders: tuple[Path, Path], tmp_path: Path):

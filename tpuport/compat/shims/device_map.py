@@ -3,6 +3,7 @@
 import functools
 import importlib
 import importlib.util
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -88,6 +89,36 @@ class DiffusersOffload(Shim):
         return [
             n for n in ("enable_model_cpu_offload", "enable_sequential_cpu_offload") if n in known
         ]
+
+
+class DiffusersGroupOffload(Shim):
+    """`apply_group_offloading` and `enable_group_offload()` move the module to the device that it
+    computes on, and leave it there.
+    """
+
+    TARGET = "diffusers.hooks.apply_group_offloading"
+    REASON = "its hooks give weights other memory in the middle of a call, to save that of a GPU"
+    REFERENCE = "the same module after .to(onload_device)"
+    MODULE = "diffusers.hooks.group_offloading"
+
+    def replacements(self) -> list[Replacement]:
+        name = "apply_group_offloading"
+        owner = importlib.import_module(self.MODULE)
+        package = sys.modules.get("diffusers.hooks")
+        owners = [one for one in (owner, package) if one is not None and hasattr(one, name)]
+        loaded = _loaded(getattr(owner, name))
+        return [Replacement(one, name, loaded) for one in owners]
+
+
+def _loaded(original: Any) -> Any:
+    @functools.wraps(original)
+    def apply_group_offloading(module: Any, onload_device: Any, *args: Any, **kwargs: Any) -> None:
+        if active() is None:
+            original(module, onload_device, *args, **kwargs)
+        else:
+            module.to(onload_device)
+
+    return apply_group_offloading
 
 
 def _alone() -> bool:

@@ -15,10 +15,11 @@ from tpuport.tracing.control_flow.cond import traced_check, truth
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.row_list import RowList
 from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import item, tolist
+from tpuport.tracing.core.tensor import TracedTensor, item, tolist
 from tpuport.tracing.core.values import value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import to_meta
 from tpuport.tracing.dynamic_shapes.extents import (
@@ -331,6 +332,45 @@ def _answer(name: str) -> Handler:
 
 for _name in ("requires_grad", "is_leaf", "grad_fn"):
     FUNCTIONS[vars(torch._C.TensorBase)[_name].__get__] = _answer(_name)
+
+
+@function(vars(torch._C.TensorBase)["data"].__set__)
+def _set_data(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
+    """Give a weight another value; refuse that for other host tensors, which would lose theirs.
+
+    A traced value has no memory that torch could give them.
+    """
+    tensor, value = args
+    value = traced(trace, value)
+    if value is None or isinstance(tensor, TracedTensor):
+        return NotImplemented
+    weight = trace.substitutes.get(id(tensor))
+    if weight is not None:
+        weight.data = value
+        return None
+    if _is_window(trace.alias(tensor), value):
+        return None  # `Module.to` of a layer that the call makes
+    if trace.is_foreign(tensor):
+        raise port_error(
+            f"`.data` of a tensor of shape {tuple(tensor.shape)} that is neither an argument nor"
+            " state of the ported module gets a value of the program",
+            code="TPU406",
+            remedy="make it a buffer of the module, or convert the module that owns it",
+        )
+    raise port_error(
+        f"`.data` of a tensor of shape {tuple(tensor.shape)} with known values gets a value of the"
+        " program",
+        code="TPU201",
+        remedy="assign the tensor instead, x = y, or write to it in place, x.copy_(y)",
+    )
+
+
+def _is_window(tensor: TracedTensor | None, value: TracedTensor) -> bool:
+    """Return whether a tensor is the same window into the same memory as a value."""
+    if tensor is None or tensor._storage is not value._storage or tensor.shape != value.shape:
+        return False
+    where = tensor.stride(), tensor.storage_offset()
+    return where == (value.stride(), value.storage_offset())
 
 
 @function(torch.from_numpy)

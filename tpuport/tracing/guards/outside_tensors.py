@@ -47,6 +47,8 @@ class OutsideWrites(TorchDispatchMode):
         super().__init__()
         strided = [one for one in tensors if one.layout is torch.strided]
         self._tensors = {one.untyped_storage()._cdata: one for one in strided}
+        # Their memory, which `x.data = y` does not write, but replaces.
+        self._memory = [(one, one.detach()) for one in self._tensors.values()]
         # The bytes before the first write to each, and its line.
         self._before: dict[int, tuple[torch.Tensor, str | None]] = {}
 
@@ -76,6 +78,8 @@ class OutsideWrites(TorchDispatchMode):
     def restore(self) -> None:
         """Give tensors that were written what they held before."""
         with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+            for tensor, memory in self._replaced():
+                tensor.data = memory
             for key, (held, _) in self._before.items():
                 _memory_of(self._tensors[key]).copy_(held)
         self._before.clear()
@@ -84,7 +88,18 @@ class OutsideWrites(TorchDispatchMode):
         """Return the refusal of the first write; None if there was none."""
         for key, (_, line) in self._before.items():
             return written_outside(self._tensors[key], line)
+        for tensor, _ in self._replaced():
+            return written_outside(tensor)
         return None
+
+    def _replaced(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors that have other memory by now, with that which they had."""
+        with torch._C.DisableTorchFunction():
+            return [
+                (tensor, memory)
+                for tensor, memory in self._memory
+                if tensor.untyped_storage()._cdata != memory.untyped_storage()._cdata
+            ]
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
