@@ -97,25 +97,43 @@ def _glyphs(components: Components, texts: Sequence[str]) -> Arrays:
 def _picture(components: Components, options: Options) -> Arrays:
     from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
-    from recipes.hunyuan_video.decode import encode_image, port_vae
-
     height, width = size_of(options)
     processor = HunyuanVideo15ImageProcessor(do_resize=False)
-    image = processor.resize(_read(options), height=height, width=width, resize_mode="crop")
+    image = processor.resize(read_image(options), height=height, width=width, resize_mode="crop")
+    return encode_picture(components, image, image)
+
+
+def encode_picture(components: Components, seen: Any, first_frame: Any) -> Arrays:
+    """Compute "picture" and "first_frame" of `encode`.
+
+    Args:
+        components: The model folder.
+        seen: The picture for SigLIP, as PIL's image of any size.
+        first_frame: The picture in the size of the video.
+    """
+    from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
+
+    from recipes.hunyuan_video.decode import encode_image, port_vae
+
     pixels = components.image_processor().preprocess(
-        images=image, do_resize=True, return_tensors="pt", do_convert_rgb=True
+        images=seen, do_resize=True, return_tensors="pt", do_convert_rgb=True
     )["pixel_values"]
     encoder = components.ported("image_encoder", (picture_states,))
     vae = port_vae(components.module("vae", torch.float32), components.precision)
     components.load(vae.ported, "vae")
-    frame = processor.preprocess(image, height=height, width=width)
+    frame = HunyuanVideo15ImageProcessor(do_resize=False).preprocess(first_frame)
     return {
         "picture": _run(encoder, picture_states, jnp.asarray(pixels.numpy(), components.dtype)),
         "first_frame": encode_image(vae, jnp.asarray(frame)),
     }
 
 
-def _read(options: Options) -> Any:
+def read_image(options: Options) -> Any:
+    """Return the image of a run as PIL's in RGB.
+
+    Raises:
+        UsageError: The file is no picture.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
