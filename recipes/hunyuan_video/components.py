@@ -146,6 +146,7 @@ class Components:
         name: str,
         methods: tuple[str | Callable[..., Any], ...],
         shard: Callable[[PortedModel], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PortedModel:
         """Return a ported component with its weights on the devices.
 
@@ -154,13 +155,14 @@ class Components:
             methods: Passed to `tpuport.convert`.
             shard: Shards the port on a mesh before its weights are read, so that each device reads
                 only its part. None for one device.
+            dtype: See `module`.
 
         Raises:
             UsageError: The component is missing.
             CheckpointError: Its weights are damaged, or do not fit its configuration.
         """
         # Verifying against eager PyTorch would need a second copy of the weights.
-        ported = tpuport.convert(self.module(name), methods=methods, verify=False)
+        ported = tpuport.convert(self.module(name, dtype), methods=methods, verify=False)
         if shard is not None:
             shard(ported)
         self.load(ported, name)

@@ -1,7 +1,7 @@
 """The stages of a run in order. A stage whose result exists is not computed again."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ def run_denoise(run: Run, how: How) -> None:
         how.say(f"denoise: {run.latents} is there")
         return
     start, options = time.monotonic(), run.options
-    encoded = run.read(run.conditions, "encode")
+    encoded = run.read(run.conditions, "upscale" if options.low_resolution else "encode")
     schedule = make_schedule(run.components.scheduler(), options)
     first, latents = _begun(run)
     if first:
@@ -146,15 +146,27 @@ def run_decode(run: Run, how: How) -> None:
     how.say(f"decode: {', '.join(map(str, missing))}, {time.monotonic() - start:.1f} s")
 
 
-STAGES: dict[str, Callable[[Run, How], None]] = {
+Stage = Callable[[Run, How], None]
+STAGES: dict[str, Stage] = {
     "encode": run_encode,
     "denoise": run_denoise,
     "decode": run_decode,
 }
 
 
-def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheReport:
+def run_stages(
+    run: Run,
+    how: How,
+    stages: Iterable[str] = STAGES,
+    named: Mapping[str, Stage] = STAGES,
+) -> CacheReport:
     """Run some stages in order, with their programs kept in the compile cache.
+
+    Args:
+        run: The run.
+        how: How it is computed.
+        stages: Names of the stages.
+        named: Functions of the stages by name.
 
     Returns:
         The programs that were loaded and those that were compiled.
@@ -165,7 +177,7 @@ def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheRepor
     """
     with tpuport.compile_cache(min_compile_seconds=0) as cache, run.components.tracing():
         for stage in stages:
-            STAGES[stage](run, how)
+            named[stage](run, how)
     return cache.report
 
 
