@@ -30,6 +30,7 @@ class Program(StrEnum):
 
     ENCODE = "encode"
     DENOISE = "denoise"
+    UPSCALE = "upscale"
     DECODE = "decode"
 
 

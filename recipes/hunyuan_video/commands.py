@@ -221,7 +221,7 @@ def compare(
 
 def compile_(
     programs: Annotated[
-        list[Program] | None, typer.Argument(help="Programs [default: all].")
+        list[Program] | None, typer.Argument(help="Programs [default: all but upscale].")
     ] = None,
     topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
     spread: Annotated[
@@ -238,19 +238,21 @@ def compile_(
 ) -> None:
     """Compile the programs at full size from shapes alone, for a TPU that need not be attached."""
     with errors_as_exit_codes("compile"):
-        from recipes.hunyuan_video.compile import compile_denoise, compile_encode
+        from recipes.hunyuan_video.compile import compile_denoise, compile_encode, compile_upscale
         from recipes.hunyuan_video.compile_decode import compile_decode
         from recipes.hunyuan_video.options import Options, size_of
 
         given = Options(("",), resolution=resolution.value, aspect=aspect, frames=frames)
         size = (frames, *size_of(given))
-        for program in programs or list(Program):
+        for program in programs or [one for one in Program if one != Program.UPSCALE]:
             match program:
                 case Program.ENCODE:
                     report = compile_encode(topology, quick=quick)
                 case Program.DENOISE:
                     how: dict[str, Any] = {"guidance": guidance, "calls": calls, "quick": quick}
                     report = compile_denoise(spread.value, topology, *size, **how)
+                case Program.UPSCALE:
+                    report = compile_upscale(given, spread.value, topology, quick=quick)
                 case Program.DECODE:
                     report = compile_decode(topology, *size, quick=quick)
             typer.echo(str(report))
