@@ -133,7 +133,7 @@ def compared(found: dict[int, np.ndarray], wanted: list[torch.Tensor], steps: in
 
 
 def test_720p_is_that_of_upstream(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """And a run that breaks off goes on to the same to the bit."""
+    """The decoded video, too."""
     monkeypatch.setitem(RESOLUTIONS, "480p", SIDES[0])
     monkeypatch.setitem(RESOLUTIONS, "720p", SIDES[1])
     low = small_run(model, tmp_path / "run", resolution="480p", version="720p_t2v")
@@ -149,12 +149,6 @@ def test_720p_is_that_of_upstream(model: Path, tmp_path: Path, monkeypatch: pyte
         run.components.load(vae.ported, "vae")
         decoded = np.array(decode_video(vae, found[6]))
     assert relative(np.clip(decoded / 2 + 0.5, 0, 1), video) < 1e-4
-
-    shutil.rmtree(run.folder)
-    again = begin_upscaling(low, Larger("720p"))
-    with pytest.raises(KeyboardInterrupt):
-        larger_latents(low, again, breaks_off=4)
-    np.testing.assert_array_equal(larger_latents(low, again)[6], found[6])
 
 
 def test_an_image_to_1080p_is_that_of_upstream(
@@ -259,6 +253,21 @@ def test_upscale_refuses_what_it_cannot_make_larger(
         begin_upscaling(other, Larger("720p", height=48, width=64))
     with pytest.raises(UsageError, match="super_resolution='360p': expected one of 720p, 1080p"):
         Larger("360p")
+
+
+# test_runs.py has it for the same stage of the small video.
+@pytest.mark.slow
+def test_a_larger_run_that_breaks_off_goes_on(model: Path, tmp_path: Path):
+    low = small_run(model, tmp_path / "run", height=32, width=48, version="720p_t2v")
+    wanted = Larger("720p", height=48, width=80)
+    found = larger_latents(low, begin_upscaling(low, wanted))
+    shutil.rmtree(tmp_path / "run" / "720p")
+    with pytest.raises(KeyboardInterrupt):
+        larger_latents(low, begin_upscaling(low, wanted), breaks_off=4)
+    again = larger_latents(low, begin_upscaling(low, wanted))
+    assert {*found} == {1, 2, 3, 4, 5, 6}
+    assert {*again} == {3, 4, 5, 6}  # the third was read
+    np.testing.assert_array_equal(again[6], found[6])
 
 
 # The stages are compared with upstream above, one by one.
