@@ -214,6 +214,16 @@ class Components:
             )
 
 
+def release(ported: PortedModel) -> None:
+    """Free the weights of a port that is not called again.
+
+    The port itself may be kept by what was traced of it, and chips do not hold the weights of two
+    stages.
+    """
+    for array in (*ported.params.values(), *ported.buffers.values()):
+        array.delete()
+
+
 def renaming(opened: Any, wanted: set[str]) -> Callable[[str], str | None] | None:
     """Return a function from a checkpoint's names to the model's, where only a prefix differs."""
     names = {name for name in opened if not name.startswith(_NOT_OF_TEXT)}

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tpuport
-from recipes.hunyuan_video.components import Components
+from recipes.hunyuan_video.components import Components, release
 from recipes.hunyuan_video.options import Options, size_of
 from recipes.hunyuan_video.prompts import LAYER, tokenize, tokenize_glyphs
 from tpuport.foundation.errors import UsageError
@@ -74,6 +74,7 @@ def _chats(components: Components, texts: Sequence[str], mesh: Mesh | None) -> A
 
     encoder = components.ported("text_encoder", (chat_states,), shard)
     states = _run(encoder, chat_states, tokens.ids, tokens.mask)
+    release(encoder)
     mask = jnp.asarray(tokens.mask[:, tokens.opening :])
     return {"text": states[:, tokens.opening :], "text_mask": mask}
 
@@ -90,6 +91,7 @@ def _glyphs(components: Components, texts: Sequence[str]) -> Arrays:
     if rows.any():
         encoder = components.ported("text_encoder_2", (glyph_states,))
         quoted = _run(encoder, glyph_states, tokens.ids[rows], tokens.mask[rows])
+        release(encoder)
         states = states.at[np.flatnonzero(rows)].set(quoted)
     return {"glyph": states, "glyph_mask": jnp.asarray(tokens.mask)}
 
@@ -122,10 +124,14 @@ def encode_picture(components: Components, seen: Any, first_frame: Any) -> Array
     vae = port_vae(components.module("vae", torch.float32), components.precision)
     components.load(vae.ported, "vae")
     frame = HunyuanVideo15ImageProcessor(do_resize=False).preprocess(first_frame)
-    return {
-        "picture": _run(encoder, picture_states, jnp.asarray(pixels.numpy(), components.dtype)),
+    given = jnp.asarray(pixels.numpy(), components.dtype)
+    found = {
+        "picture": _run(encoder, picture_states, given),
         "first_frame": encode_image(vae, jnp.asarray(frame)),
     }
+    for ported in (encoder, vae.ported):
+        release(ported)
+    return found
 
 
 def read_image(options: Options) -> Any:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import tpuport
-from recipes.hunyuan_video.components import DTYPES
+from recipes.hunyuan_video.components import DTYPES, release
 from recipes.hunyuan_video.conditions import rows_of
 from recipes.hunyuan_video.decode import decode_video, port_vae
 from recipes.hunyuan_video.denoise import STEPS, Denoiser, make_noise, make_schedule
@@ -111,6 +111,7 @@ def run_denoise(run: Run, how: How) -> None:
         if due <= done < options.steps and denoiser.is_full(done):
             run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32)})
             due = done + how.save_every
+    release(ported)
     _check_finite(latents)
     run.write(run.latents, {"latents": latents})
     run.partial.unlink(missing_ok=True)
@@ -143,6 +144,7 @@ def run_decode(run: Run, how: How) -> None:
             about = {**run.about(), "prompt": run.options.prompts[number]}
             write = write_frames if how.output == "png" else write_video
             write(path, to_frames(np.asarray(video[0], np.float32)), about=about)
+    release(vae.ported)
     how.say(f"decode: {', '.join(map(str, missing))}, {time.monotonic() - start:.1f} s")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from recipes.hunyuan_video.components import DTYPES
+from recipes.hunyuan_video.components import DTYPES, release
 from recipes.hunyuan_video.conditions import TEXTS
 from recipes.hunyuan_video.denoise import make_noise
 from recipes.hunyuan_video.encode import encode_picture, read_image
@@ -197,7 +197,9 @@ def _noisy(run: Run, latents: jax.Array) -> jax.Array:
         return (1 - share) * rounded + share * noise
 
     state = ported.params, ported.buffers
-    return jax.jit(call)(*state, jnp.asarray(latents, jnp.float32), noise)
+    found = jax.jit(call)(*state, jnp.asarray(latents, jnp.float32), noise)
+    release(ported)
+    return found
 
 
 def _default_resolution(options: Options) -> str:
