@@ -217,8 +217,8 @@ class Components:
 def release(ported: PortedModel) -> None:
     """Free the weights of a port that is not called again.
 
-    The port itself may be kept by what was traced of it, and chips do not hold the weights of two
-    stages.
+    A port is in cycles, which the garbage collector finds some time, and chips do not hold the
+    weights of two stages.
     """
     for array in (*ported.params.values(), *ported.buffers.values()):
         array.delete()
