@@ -7,6 +7,7 @@ COMMANDS = {
     "generate": ("commands", "generate"),
     "encode": ("commands", "encode"),
     "denoise": ("commands", "denoise"),
+    "upscale": ("commands", "upscale"),
     "decode": ("commands", "decode"),
     "denoise-latents": ("commands", "denoise_latents"),
     "compare": ("commands", "compare"),

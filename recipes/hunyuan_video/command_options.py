@@ -30,6 +30,7 @@ class Program(StrEnum):
 
     ENCODE = "encode"
     DENOISE = "denoise"
+    UPSCALE = "upscale"
     DECODE = "decode"
 
 
@@ -49,6 +50,13 @@ class Cache(StrEnum):
     DEEPCACHE = "deepcache"
     TEACACHE = "teacache"
     TAYLORCACHE = "taylorcache"
+
+
+class LargerName(StrEnum):
+    """The resolution that super-resolution makes."""
+
+    P720 = "720p"
+    P1080 = "1080p"
 
 
 class Output(StrEnum):
@@ -101,6 +109,10 @@ CacheEnd = Annotated[int, typer.Option(help="First step after which all are full
 CacheInterval = Annotated[int, typer.Option(help="Every how many of these steps one is full.")]
 Version = Annotated[
     str, typer.Option(help="Transformer version in an upstream folder [default: its only one].")
+]
+SuperResolution = Annotated[
+    LargerName | None,
+    typer.Option(help="Make the video larger: 480p to 720p, 720p to 1080p [default: no]."),
 ]
 SaveEvery = Annotated[int, typer.Option(help="Save the latents every so many steps.")]
 SpreadOption = Annotated[

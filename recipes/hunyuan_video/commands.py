@@ -1,5 +1,6 @@
 """The commands. Each imports its framework only when it runs, so that help is fast."""
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +19,7 @@ from recipes.hunyuan_video.command_options import (
     Guidance,
     Height,
     Image,
+    LargerName,
     Layout,
     Model,
     Negative,
@@ -35,6 +37,7 @@ from recipes.hunyuan_video.command_options import (
     SpreadName,
     SpreadOption,
     Steps,
+    SuperResolution,
     Task,
     TaskOption,
     Version,
@@ -105,6 +108,7 @@ def generate(
     cache_start: CacheStart = 11,
     cache_end: CacheEnd = 45,
     cache_interval: CacheInterval = 4,
+    super_resolution: SuperResolution = None,
     save_every: SaveEvery = 10,
     calls: Calls = 1,
     spread: SpreadOption = None,
@@ -123,6 +127,30 @@ def denoise(
 ) -> None:
     """Denoise the latents of a run that `encode` has begun."""
     _go_on("denoise", model, out, save_every=save_every, calls=calls, spread=spread)
+
+
+def upscale(
+    model: Model,
+    out: Out,
+    super_resolution: Annotated[
+        LargerName | None, typer.Option(help="What to make of it [default: as upstream does].")
+    ] = None,
+    height: Annotated[int | None, typer.Option(help="Height, if not by the resolution.")] = None,
+    width: Width = None,
+    steps: Annotated[int | None, typer.Option(help="Steps [default: upstream's 6 or 8].")] = None,
+    save_every: SaveEvery = 10,
+    spread: SpreadOption = None,
+    output: OutputOption = Output.MP4,
+) -> None:
+    """Make the video of a run larger by super-resolution, in a folder inside the run's."""
+    with errors_as_exit_codes("upscale"):
+        from recipes.hunyuan_video.runs import Run
+        from recipes.hunyuan_video.upscale import Larger
+
+        resolution = "" if super_resolution is None else super_resolution.value
+        wanted = Larger(resolution, steps, height, width)
+        how = {"save_every": save_every, "spread": spread, "output": output}
+        _upscale(Run.open(model, out), wanted, how)
 
 
 def decode(
@@ -193,7 +221,7 @@ def compare(
 
 def compile_(
     programs: Annotated[
-        list[Program] | None, typer.Argument(help="Programs [default: all].")
+        list[Program] | None, typer.Argument(help="Programs [default: all but upscale].")
     ] = None,
     topology: Annotated[str, typer.Option("--topology", "-t", help="TPU slice.")] = "v6e-8",
     spread: Annotated[
@@ -210,19 +238,21 @@ def compile_(
 ) -> None:
     """Compile the programs at full size from shapes alone, for a TPU that need not be attached."""
     with errors_as_exit_codes("compile"):
-        from recipes.hunyuan_video.compile import compile_denoise, compile_encode
+        from recipes.hunyuan_video.compile import compile_denoise, compile_encode, compile_upscale
         from recipes.hunyuan_video.compile_decode import compile_decode
         from recipes.hunyuan_video.options import Options, size_of
 
         given = Options(("",), resolution=resolution.value, aspect=aspect, frames=frames)
         size = (frames, *size_of(given))
-        for program in programs or list(Program):
+        for program in programs or [one for one in Program if one != Program.UPSCALE]:
             match program:
                 case Program.ENCODE:
                     report = compile_encode(topology, quick=quick)
                 case Program.DENOISE:
                     how: dict[str, Any] = {"guidance": guidance, "calls": calls, "quick": quick}
                     report = compile_denoise(spread.value, topology, *size, **how)
+                case Program.UPSCALE:
+                    report = compile_upscale(given, spread.value, topology, quick=quick)
                 case Program.DECODE:
                     report = compile_decode(topology, *size, quick=quick)
             typer.echo(str(report))
@@ -251,11 +281,22 @@ def _begin(stages: list[str], given: dict[str, Any]) -> None:
         from recipes.hunyuan_video.runs import Run
 
         model, out = given.pop("model"), given.pop("out")
+        larger = given.pop("super_resolution", None)
         how = {name: given.pop(name) for name in _HOW if name in given}
         given = {n: v.value if isinstance(v, StrEnum) else v for n, v in given.items()}
         given["image"] = None if given["image"] is None else str(given["image"])
         options = Options(**{**given, "prompts": tuple(given["prompts"])})
-        _run(stages, Run.begin(model, out, options), how)
+        run = Run.begin(model, out, options)
+        if larger is None:
+            _run(stages, run, how)
+            return
+        from recipes.hunyuan_video.upscale import Larger, check_upscaling
+
+        wanted = Larger(larger.value)
+        check_upscaling(run, wanted)
+        # As upstream, which decodes the larger video alone.
+        _run(["encode", "denoise"], run, how)
+        _upscale(run, wanted, how)
 
 
 def _go_on(stage: str, model: Path, out: Path, **how: Any) -> None:
@@ -265,10 +306,24 @@ def _go_on(stage: str, model: Path, out: Path, **how: Any) -> None:
         _run([stage], Run.open(model, out), how)
 
 
+def _upscale(low: Any, wanted: Any, how: dict[str, Any]) -> None:
+    from recipes.hunyuan_video.upscale import begin_upscaling, upscale
+
+    run = begin_upscaling(low, wanted)
+    _shown(run, how, lambda shown: upscale(low, run, shown))
+
+
 def _run(stages: list[str], run: Any, how: dict[str, Any]) -> None:
-    from recipes.hunyuan_video.generate import How, run_stages
+    from recipes.hunyuan_video.generate import run_stages
+
+    _shown(run, how, lambda shown: run_stages(run, shown, stages))
+
+
+def _shown(run: Any, how: dict[str, Any], call: Callable[[Any], Any]) -> None:
+    """Call with the settings of a command and a progress bar, and print what was compiled."""
+    from recipes.hunyuan_video.generate import How
 
     how = {n: v.value if isinstance(v, StrEnum) else v for n, v in how.items()}
     with steps_bar("denoise", run.options.steps) as on_step:
-        report = run_stages(run, How(**how, say=on_step.say, on_step=on_step), stages)
+        report = call(How(**how, say=on_step.say, on_step=on_step))
     typer.echo(str(report))

@@ -1,6 +1,7 @@
 """Compilation of the programs at full size from shapes alone, without a TPU."""
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,9 +11,10 @@ import tpuport
 from recipes.hunyuan_video.components import default_dtype, parameters_on_meta
 from recipes.hunyuan_video.denoise import denoise_step
 from recipes.hunyuan_video.encode import chat_states
-from recipes.hunyuan_video.options import FRAMES_A_LATENT, STRIDE
+from recipes.hunyuan_video.options import FRAMES_A_LATENT, STRIDE, Options, size_of
 from recipes.hunyuan_video.prompts import MAX_GLYPH_LENGTH, MAX_LENGTH
 from recipes.hunyuan_video.spreading import choose_spread, spread_of
+from recipes.hunyuan_video.upscale import SOURCES, Larger, larger_options
 from tpuport.aot.report import CompileReport
 from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
@@ -43,8 +45,19 @@ def step_shapes(
     *,
     guidance: bool = True,
     i2v: bool = False,
+    larger: bool = False,
 ) -> tuple[Any, ...]:
-    """Return the arguments of `denoise_step` after the transformer, as shapes, in order."""
+    """Return the arguments of `denoise_step` after the transformer, as shapes, in order.
+
+    Args:
+        frames: Frames of the video, 4n + 1.
+        height: Height of the video in pixels.
+        width: Width of the video in pixels.
+        videos: Number of videos in the batch.
+        guidance: Whether there are rows of the negative prompt.
+        i2v: Whether there are tokens of a picture.
+        larger: Whether there are latents of a small video, for super-resolution.
+    """
     sizes = ((frames - 1) // FRAMES_A_LATENT + 1, height // STRIDE, width // STRIDE)
     rows = 2 * videos if guidance else videos
     conditions = {
@@ -55,6 +68,8 @@ def step_shapes(
         "condition": ((rows, LATENT + 1, *sizes), "bfloat16"),
         "picture": ((rows, PICTURE_TOKENS if i2v else 0, PICTURE), "bfloat16"),
     }
+    if larger:
+        conditions["low"] = conditions["condition"]
     return (
         jax.ShapeDtypeStruct((videos, LATENT, *sizes), "float32"),
         jax.ShapeDtypeStruct((4,), "float32"),
@@ -73,6 +88,7 @@ def compile_denoise(
     guidance: float = 6.0,
     calls: int = 1,
     i2v: bool = False,
+    larger: bool = False,
     model: torch.nn.Module | None = None,
     quick: bool = True,
     **how: Any,
@@ -89,6 +105,7 @@ def compile_denoise(
         guidance: Guidance scale; 1 is none and halves the work.
         calls: Calls of the network per step.
         i2v: Whether there are tokens of a picture.
+        larger: Whether to compile a step of super-resolution, whose transformer has more channels.
         model: Replaces `make_transformer`'s; must have as many channels.
         quick: Passed to `tpuport.compile_for`.
         **how: Further arguments of `tpuport.compile_for`.
@@ -102,8 +119,10 @@ def compile_denoise(
     if name is None:
         raise UsageError(f"topology={topology!r} has one chip, which holds no such model")
     way = spread_of(name)
-    model = make_transformer() if model is None else model
-    shapes = step_shapes(frames, height, width, videos, guidance=guidance > 1, i2v=i2v)
+    channels = {"in_channels": 3 * LATENT + 2} if larger else {}
+    model = make_transformer(**channels) if model is None else model
+    given: dict[str, bool] = {"guidance": guidance > 1, "i2v": i2v, "larger": larger}
+    shapes = step_shapes(frames, height, width, videos, **given)
     with way.attention():
         return tpuport.compile_for(
             tpuport.convert(model, methods=(denoise_step,), verify=False),
@@ -115,6 +134,28 @@ def compile_denoise(
             quick=quick,
             **how,
         )
+
+
+def compile_upscale(
+    options: Options, spread: str = "auto", topology: str = "v6e-8", **how: Any
+) -> CompileReport:
+    """Compile one step of super-resolution. Its upsampler, which runs once, is not included.
+
+    Args:
+        options: Resolution, aspect and frames of the larger video.
+        spread: See `compile_denoise`.
+        topology: See `compile_denoise`.
+        **how: Further arguments of `compile_denoise`.
+
+    Raises:
+        UsageError: No super-resolution makes that resolution, or there is no such slice.
+        MissingExtraError: libtpu is not installed.
+    """
+    wanted = Larger(options.resolution)
+    small = replace(options, resolution=SOURCES[wanted.resolution][0])
+    size = size_of(larger_options(small, wanted, size_of(small)))
+    how = {"guidance": 1.0, "larger": True, **how}
+    return compile_denoise(spread, topology, options.frames, *size, **how)
 
 
 def compile_encode(

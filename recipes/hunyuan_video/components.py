@@ -174,6 +174,7 @@ class Components:
         name: str,
         methods: tuple[str | Callable[..., Any], ...],
         shard: Callable[[PortedModel], None] | None = None,
+        dtype: torch.dtype | None = None,
     ) -> PortedModel:
         """Return a ported component with its weights on the devices.
 
@@ -182,13 +183,14 @@ class Components:
             methods: Passed to `tpuport.convert`.
             shard: Shards the port on a mesh before its weights are read, so that each device reads
                 only its part. None for one device.
+            dtype: See `module`.
 
         Raises:
             UsageError: The component is missing.
             CheckpointError: Its weights are damaged, or do not fit its configuration.
         """
         # Verifying against eager PyTorch would need a second copy of the weights.
-        ported = tpuport.convert(self.module(name), methods=methods, verify=False)
+        ported = tpuport.convert(self.module(name, dtype), methods=methods, verify=False)
         if shard is not None:
             shard(ported)
         self.load(ported, name)
@@ -246,6 +248,16 @@ class Components:
                 f"{self.folder} has no {what}. What to do: download the complete folder of the"
                 " model"
             )
+
+
+def release(ported: PortedModel) -> None:
+    """Free the weights of a port that is not called again.
+
+    A port is in cycles, which the garbage collector finds some time, and chips do not hold the
+    weights of two stages.
+    """
+    for array in (*ported.params.values(), *ported.buffers.values()):
+        array.delete()
 
 
 def renaming(opened: Any, wanted: set[str]) -> Callable[[str], str | None] | None:

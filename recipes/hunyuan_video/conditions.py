@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from tpuport.foundation.errors import UsageError
 
 Arrays = dict[str, jax.Array]
-_TEXTS = ("text", "text_mask", "glyph", "glyph_mask")
+TEXTS = ("text", "text_mask", "glyph", "glyph_mask")
 
 
 def rows_of(
@@ -27,7 +27,8 @@ def rows_of(
     Returns:
         Rows B = 2P with guidance, else P: "text" (B, L, D), "text_mask" (B, L), "glyph" (B, G, E),
         "glyph_mask" (B, G); "condition" (B, C + 1, T, h, w), the latents of the first frame and a
-        mask of their positions; "picture" (B, N, F), with N = 0 for text to video.
+        mask of their positions; "picture" (B, N, F), with N = 0 for text to video. If there is a
+        video to make larger, "low" (B, C + 1, T, h, w), its latents and a channel of ones.
 
     Raises:
         UsageError: The first frame does not have the latents' size.
@@ -40,14 +41,17 @@ def rows_of(
 def _rows(given: Arrays, *, shape: tuple[int, ...], guidance: float, picture_width: int) -> Arrays:
     count = shape[0]
     if guidance > 1:
-        negative = {n: jnp.repeat(given[f"negative_{n}"], count, axis=0) for n in _TEXTS}
-        found = {n: jnp.concatenate([negative[n], given[n]]) for n in _TEXTS}
+        negative = {n: jnp.repeat(given[f"negative_{n}"], count, axis=0) for n in TEXTS}
+        found = {n: jnp.concatenate([negative[n], given[n]]) for n in TEXTS}
     else:
-        found = {n: given[n] for n in _TEXTS}
+        found = {n: given[n] for n in TEXTS}
     rows, dtype = found["text"].shape[0], found["text"].dtype
     condition = _condition(given.get("first_frame"), shape, dtype)
     # No picture gives no tokens: the same result as the network's for zeros, at less attention.
     picture = given.get("picture", jnp.zeros((1, 0, picture_width)))
+    if (low := given.get("low")) is not None:
+        low = jnp.concatenate([low, jnp.ones_like(low[:, :1])], axis=1)
+        found["low"] = jnp.tile(low.astype(dtype), (rows // count, 1, 1, 1, 1))
     return {
         **found,
         "condition": jnp.tile(condition, (rows // count, 1, 1, 1, 1)),

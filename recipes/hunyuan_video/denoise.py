@@ -247,15 +247,28 @@ def velocity_schedule(scheduler: Any, steps: int) -> np.ndarray[Any, Any]:
 
 
 def make_noise(
-    options: Options, channels: int, size: tuple[int, int], dtype: torch.dtype
+    options: Options,
+    channels: int,
+    size: tuple[int, int],
+    dtype: torch.dtype,
+    earlier: int = 0,
 ) -> jax.Array:
     """Return the latents that a run begins with, float32 (P, C, T, h, w).
 
     The numbers are PyTorch's on the CPU, drawn in the dtype that the network computes in, so that a
     seed means the same as in PyTorch.
+
+    Args:
+        options: Options of the run.
+        channels: Channels of the latents.
+        size: Height and width of the video.
+        dtype: Dtype in which the numbers are drawn.
+        earlier: Number of such latents that are drawn before these.
     """
     height, width = (side // STRIDE for side in size)
     shape = (len(options.prompts), channels, options.latent_frames, height, width)
     generator = torch.Generator().manual_seed(options.seed)
+    for _ in range(earlier):
+        torch.randn(shape, generator=generator, dtype=dtype)
     noise = torch.randn(shape, generator=generator, dtype=dtype)
     return jnp.asarray(noise.float().numpy())

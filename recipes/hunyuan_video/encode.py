@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import tpuport
-from recipes.hunyuan_video.components import Components
+from recipes.hunyuan_video.components import Components, release
 from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.prompts import LAYER, tokenize, tokenize_glyphs
 from tpuport.foundation.errors import UsageError
@@ -77,6 +77,7 @@ def _chats(components: Components, texts: Sequence[str], mesh: Mesh | None) -> A
 
     encoder = components.ported("text_encoder", (chat_states,), shard)
     states = _run(encoder, chat_states, tokens.ids, tokens.mask)
+    release(encoder)
     mask = jnp.asarray(tokens.mask[:, tokens.opening :])
     return {"text": states[:, tokens.opening :], "text_mask": mask}
 
@@ -93,32 +94,52 @@ def _glyphs(components: Components, texts: Sequence[str]) -> Arrays:
     if rows.any():
         encoder = components.ported("text_encoder_2", (glyph_states,))
         quoted = _run(encoder, glyph_states, tokens.ids[rows], tokens.mask[rows])
+        release(encoder)
         states = states.at[np.flatnonzero(rows)].set(quoted)
     return {"glyph": states, "glyph_mask": jnp.asarray(tokens.mask)}
 
 
 def _picture(components: Components, options: Options) -> Arrays:
+
+    size = components.size_of(options)
+    image = components.fitted(read_image(options), size)
+    return encode_picture(components, image, image)
+
+
+def encode_picture(components: Components, seen: Any, first_frame: Any) -> Arrays:
+    """Compute "picture" and "first_frame" of `encode`.
+
+    Args:
+        components: The model folder.
+        seen: The picture for SigLIP, as PIL's image of any size.
+        first_frame: The picture in the size of the video.
+    """
     from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 
     from recipes.hunyuan_video.decode import encode_image, load_vae
 
-    height, width = size = components.size_of(options)
-    image = components.fitted(_read(options), size)
     pixels = components.image_processor().preprocess(
-        images=image, do_resize=True, return_tensors="pt", do_convert_rgb=True
+        images=seen, do_resize=True, return_tensors="pt", do_convert_rgb=True
     )["pixel_values"]
     encoder = components.ported("image_encoder", (picture_states,))
     vae = load_vae(components, "encoder")
-    frame = HunyuanVideo15ImageProcessor(do_resize=False).preprocess(
-        image, height=height, width=width
-    )
-    return {
-        "picture": _run(encoder, picture_states, jnp.asarray(pixels.numpy(), components.dtype)),
+    frame = HunyuanVideo15ImageProcessor(do_resize=False).preprocess(first_frame)
+    given = jnp.asarray(pixels.numpy(), components.dtype)
+    found = {
+        "picture": _run(encoder, picture_states, given),
         "first_frame": encode_image(vae, jnp.asarray(frame)),
     }
+    for ported in (encoder, vae.ported):
+        release(ported)
+    return found
 
 
-def _read(options: Options) -> Any:
+def read_image(options: Options) -> Any:
+    """Return the image of a run as PIL's in RGB.
+
+    Raises:
+        UsageError: The file is no picture.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -1,7 +1,7 @@
 """The stages of a run in order. A stage whose result exists is not computed again."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 import tpuport
 from recipes.hunyuan_video.caching import Kept
+from recipes.hunyuan_video.components import release
 from recipes.hunyuan_video.conditions import rows_of
 from recipes.hunyuan_video.decode import decode_video, load_vae
 from recipes.hunyuan_video.denoise import STEPS, Denoiser, make_noise, make_schedule
@@ -86,7 +87,7 @@ def run_denoise(run: Run, how: How) -> None:
         how.say(f"denoise: {run.latents} is there")
         return
     start, options = time.monotonic(), run.options
-    encoded = run.read(run.conditions, "encode")
+    encoded = run.read(run.conditions, "upscale" if options.low_resolution else "encode")
     schedule = make_schedule(run.components.scheduler(), options)
     kept = None if options.step_cache is None else Kept(options.step_cache)
     first, latents = _begun(run, kept)
@@ -113,6 +114,7 @@ def run_denoise(run: Run, how: How) -> None:
             reused = {} if kept is None else kept.saved()
             run.write(run.partial, {"latents": now, "steps": np.array(done, np.int32), **reused})
             due = done + how.save_every
+    release(ported)
     _check_finite(latents)
     run.write(run.latents, {"latents": latents})
     run.partial.unlink(missing_ok=True)
@@ -144,18 +146,31 @@ def run_decode(run: Run, how: How) -> None:
             about = {**run.about(), "prompt": run.options.prompts[number]}
             write = write_frames if how.output == "png" else write_video
             write(path, to_frames(np.asarray(video[0], np.float32)), about=about)
+    release(vae.ported)
     how.say(f"decode: {', '.join(map(str, missing))}, {time.monotonic() - start:.1f} s")
 
 
-STAGES: dict[str, Callable[[Run, How], None]] = {
+Stage = Callable[[Run, How], None]
+STAGES: dict[str, Stage] = {
     "encode": run_encode,
     "denoise": run_denoise,
     "decode": run_decode,
 }
 
 
-def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheReport:
+def run_stages(
+    run: Run,
+    how: How,
+    stages: Iterable[str] = STAGES,
+    named: Mapping[str, Stage] = STAGES,
+) -> CacheReport:
     """Run some stages in order, with their programs kept in the compile cache.
+
+    Args:
+        run: The run.
+        how: How it is computed.
+        stages: Names of the stages.
+        named: Functions of the stages by name.
 
     Returns:
         The programs that were loaded and those that were compiled.
@@ -166,7 +181,7 @@ def run_stages(run: Run, how: How, stages: Iterable[str] = STAGES) -> CacheRepor
     """
     with tpuport.compile_cache(min_compile_seconds=0) as cache, run.components.tracing():
         for stage in stages:
-            STAGES[stage](run, how)
+            named[stage](run, how)
     return cache.report
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from recipes.hunyuan_video.prompts import system_message
+from recipes.hunyuan_video.upsampler_weights import tiny_upsampler
 from recipes.hunyuan_video.upstream import GLYPH_PREFIX, GLYPHS
 from recipes.hunyuan_video.upstream_weights import upstream_transformer, upstream_vae
 from recipes.quiet import quietly
@@ -122,6 +123,7 @@ def _write_upstream(folder: Path, pipeline: Any) -> None:
     for version, task in _UPSTREAM_VERSIONS.items():
         _write(folder / "transformer" / version, {**_UPSTREAM_TRANSFORMER, "ideal_task": task})
         save_file(weights, folder / "transformer" / version / _WEIGHTS)
+    _write_super_resolution(folder)
     _write(folder / "vae", _UPSTREAM_VAE)
     save_file(upstream_vae(pipeline.vae.state_dict()), folder / "vae" / _WEIGHTS)
     pipeline.text_encoder.save_pretrained(folder / "text_encoder" / "llm")
@@ -150,6 +152,35 @@ def _write_glyphs(folder: Path, encoder: Any) -> None:
     assets = glyphs.parent.parent / "assets"
     _write(assets, _COLOURS, "color_idx.json")
     _write(assets, _FONTS, "multilingual_10-lang_idx.json")
+
+
+def _write_super_resolution(folder: Path) -> None:
+    """Write transformers and upsamplers that make videos larger.
+
+    The transformers have a channel of noise, two of conditions and two of masks in place of one of
+    noise, one of conditions and one mask. One of them takes the next timestep, too.
+    """
+    from safetensors.torch import save_file
+
+    channels = 3 * _LATENT + 2
+    for resolution, meanflow in (("720p", False), ("1080p", True)):
+        version = f"{resolution}_sr_distilled"
+        config = {
+            **_UPSTREAM_TRANSFORMER,
+            "in_channels": channels,
+            "concat_condition": False,
+            "ideal_resolution": resolution,
+            "use_meanflow": meanflow,
+        }
+        _write(folder / "transformer" / version, config)
+        model = tiny_transformer(
+            *(_UPSTREAM_GLYPH, _UPSTREAM_IMAGE), in_channels=channels, use_meanflow=meanflow
+        )
+        weights = upstream_transformer(model.state_dict())
+        save_file(weights, folder / "transformer" / version / _WEIGHTS)
+        config, weights = tiny_upsampler(resolution, _LATENT)
+        _write(folder / "upsampler" / version, config)
+        save_file(weights, folder / "upsampler" / version / _WEIGHTS)
 
 
 def _write(folder: Path, config: dict[str, Any], name: str = "config.json") -> None:
@@ -204,20 +235,23 @@ def _models(vocab_size: int, glyph_width: int, image_width: int) -> dict[str, to
     }
 
 
-def tiny_transformer(glyph_width: int = _GLYPH, image_width: int = _IMAGE) -> torch.nn.Module:
+def tiny_transformer(
+    glyph_width: int = _GLYPH, image_width: int = _IMAGE, **sizes: Any
+) -> torch.nn.Module:
     """Return the transformer of a tiny model, its weights drawn from torch's generator."""
     diffusers: Any = importlib.import_module("diffusers")
-    return diffusers.HunyuanVideo15Transformer3DModel(
-        in_channels=2 * _LATENT + 1,
-        out_channels=_LATENT,
-        num_attention_heads=_HEADS,
-        attention_head_dim=_HEAD,
-        num_layers=_BLOCKS,
-        text_embed_dim=_TEXT,
-        text_embed_2_dim=glyph_width,
-        image_embed_dim=image_width,
-        rope_axes_dim=_ROPE,
-    ).eval()
+    tiny = {
+        "in_channels": 2 * _LATENT + 1,
+        "out_channels": _LATENT,
+        "num_attention_heads": _HEADS,
+        "attention_head_dim": _HEAD,
+        "num_layers": _BLOCKS,
+        "text_embed_dim": _TEXT,
+        "text_embed_2_dim": glyph_width,
+        "image_embed_dim": image_width,
+        "rope_axes_dim": _ROPE,
+    }
+    return diffusers.HunyuanVideo15Transformer3DModel(**{**tiny, **sizes}).eval()
 
 
 def _tokenizer() -> Any:

@@ -33,6 +33,26 @@ def _of_meanflow(transformer: Any, following: torch.Tensor) -> torch.Tensor | No
     return following if transformer.config.use_meanflow else None
 
 
+# Share of noise in the video that super-resolution makes larger (upstream,
+# hyvideo/pipelines/hunyuan_video_sr_pipeline.py, noise_scale).
+LOW_NOISE = 0.7
+
+
+def _with_conditions(
+    latents: torch.Tensor, timestep: torch.Tensor, conditions: Tensors
+) -> torch.Tensor:
+    """Concatenate latents with the first frame, and for super-resolution with the small video.
+
+    Once the latents have less noise than the small video, zeros take its place.
+    """
+    parts = [latents, conditions["condition"]]
+    if "low" in conditions:
+        low = conditions["low"]
+        noisy = (timestep >= 1000 * LOW_NOISE).reshape(-1, 1, 1, 1, 1)
+        parts.append(torch.where(noisy, low, torch.zeros_like(low)))
+    return torch.cat(parts, dim=1)
+
+
 def _hunyuan(
     transformer: Any,
     latents: torch.Tensor,
@@ -42,7 +62,7 @@ def _hunyuan(
 ) -> torch.Tensor:
     """Call diffusers' HunyuanVideo class with the conditions of `encode.encode`."""
     return transformer(
-        hidden_states=torch.cat([latents, conditions["condition"]], dim=1),
+        hidden_states=_with_conditions(latents, timestep, conditions),
         timestep=timestep.to(latents.dtype),
         timestep_r=_of_meanflow(transformer, following.to(latents.dtype)),
         encoder_hidden_states=conditions["text"],
@@ -68,7 +88,7 @@ def _upstream(
     # Autocast as upstream's pipeline has it: the refiner computes text in float32.
     with torch.autocast("cuda", latents.dtype, enabled=latents.dtype != torch.float32):
         return transformer(
-            torch.cat([latents, conditions["condition"]], dim=1),
+            _with_conditions(latents, timestep, conditions),
             timestep,
             conditions["text"],
             None,

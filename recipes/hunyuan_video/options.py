@@ -41,6 +41,7 @@ class Options:
         cache_start: See `caching.StepCache`.
         cache_end: See `caching.StepCache`.
         cache_interval: See `caching.StepCache`.
+        low_resolution: For super-resolution, a digest of the latents that are made larger.
     """
 
     prompts: tuple[str, ...]
@@ -62,6 +63,7 @@ class Options:
     cache_start: int = 11
     cache_end: int = 45
     cache_interval: int = 4
+    low_resolution: str = ""
 
     def __post_init__(self) -> None:
         if not self.prompts:

@@ -6,6 +6,7 @@ denoising.safetensors     latents after some steps, while `denoise` runs
 latents.safetensors       of `denoise`
 video.mp4                 of `decode`; of several prompts video-1.mp4, video-2.mp4 and so on
 video/                    in its place a picture a frame, if these were asked for
+1080p/                    of `upscale` a run of its own, with the same files
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import jax
 import numpy as np
 
 import tpuport
-from recipes.hunyuan_video.components import CLASSES, Components, read_json
+from recipes.hunyuan_video.components import Components, read_json
 from recipes.hunyuan_video.options import Options
 from recipes.hunyuan_video.upstream import open_components
 from recipes.hunyuan_video.video import psnr
@@ -110,9 +111,17 @@ class Run:
             UsageError: That stage has not ended.
             CheckpointError: The file is damaged.
         """
+        self.expect(path, stage)
+        return tpuport.load_checkpoint(path)
+
+    def expect(self, path: Path, stage: str) -> None:
+        """Raise an error unless an earlier stage has written a file.
+
+        Raises:
+            UsageError: That stage has not ended.
+        """
         if not path.is_file():
             raise UsageError(f"{path} is not there. What to do: run `{stage}` first")
-        return tpuport.load_checkpoint(path)
 
     def write(self, path: Path, arrays: Mapping[str, Any]) -> None:
         """Write a file atomically.
@@ -157,7 +166,7 @@ def latents_apart(left: Path, right: Path) -> tuple[float, float] | None:
 
 def _model(components: Components) -> dict[str, str]:
     """Return a digest of the model's configurations and of the ends of its weight files."""
-    names = [name for name in CLASSES if components.has(name)]
+    names = [name for name in components.kinds if components.has(name)]
     configs = [components.place(name) / "config.json" for name in names]
     weights = [path for name in names for path in components.weights(name)]
     index = components.folder / "model_index.json"

@@ -5,6 +5,7 @@ text_encoder/llm                              Qwen2.5-VL, of which the text mode
 text_encoder/byt5-small                       configuration and tokenizer of the glyphs' encoder
 text_encoder/Glyph-SDXL-v2/checkpoints        its weights
 vision_encoder/siglip                         SigLIP, with image_encoder and feature_extractor
+transformer/1080p_sr_distilled, upsampler/1080p_sr_distilled and of 720p: super-resolution
 """
 
 import importlib
@@ -33,6 +34,7 @@ KINDS = {
     ".HunyuanVideo_1_5_DiffusionTransformer",
     "vae": "hyvideo.models.autoencoders.hunyuanvideo_15_vae.AutoencoderKLConv3D",
 }
+_UPSAMPLE = "hyvideo.models.transformers.modules.upsample"
 _PLACES = {
     "vae": "vae",
     "text_encoder": "text_encoder/llm",
@@ -48,7 +50,14 @@ GLYPH_PREFIX = "module.text_tower.encoder."
 # hyvideo/pipelines/hunyuan_video_pipeline.py, get_vae_inference_config).
 _OVERLAP = 0.125
 # Shift of the noise schedule by the prefix of a version (upstream, hyvideo/commons, flow_shift).
-_SHIFTS = {"480p_i2v_step_distilled": 7.0, "480p": 5.0, "720p_t2v": 9.0, "720p_i2v": 7.0}
+_SHIFTS = {
+    "480p_i2v_step_distilled": 7.0,
+    "480p": 5.0,
+    "720p_t2v": 9.0,
+    "720p_i2v": 7.0,
+    "720p_sr": 2.0,
+    "1080p_sr": 2.0,
+}
 
 
 @dataclass(frozen=True)
@@ -80,24 +89,29 @@ class UpstreamComponents(Components):
     def index(self) -> dict[str, Any]:
         """Return the name of the chosen transformer, the only thing that identifies the model."""
         found = versions(self.folder)
-        name = self.version or (found[0] if len(found) == 1 else "")
+        first = [name for name in found if not _makes_larger(name)]
+        name = self.version or (first[0] if len(first) == 1 else "")
         if name not in found:
             given = f"version={self.version!r}" if self.version else "no version"
+            what = "choose one by --version"
+            if _makes_larger(name):
+                what = f"add transformer/{name} and upsampler/{name} of tencent/HunyuanVideo-1.5"
             raise UsageError(
-                f"{self.folder / 'transformer'} has {', '.join(found) or 'none'}, and {given} was"
-                " given. What to do: choose one by --version"
+                f"{self.folder / 'transformer'} has {', '.join(first) or 'none'}, and {given} was"
+                f" given. What to do: {what}"
             )
         return {"transformer": name}
 
     @property
     def kinds(self) -> Mapping[str, str]:
         """Return the class of each component, with its library."""
-        return KINDS
+        resolution = self.index["transformer"].partition("_")[0]
+        return {**KINDS, "upsampler": f"{_UPSAMPLE}.SRTo{resolution}Upsampler"}
 
     def place(self, name: str) -> Path:
         """Return the folder of a component, tokenizer or image processor."""
-        if name == "transformer":
-            return self.folder / "transformer" / self.index["transformer"]
+        if name in ("transformer", "upsampler"):
+            return self.folder / name / self.index["transformer"]
         return self.folder / _PLACES[name]
 
     @contextmanager
@@ -115,14 +129,21 @@ class UpstreamComponents(Components):
         """Raise an error unless the model supports these options.
 
         Raises:
-            UsageError: It is distilled and guidance is asked for, or it is for the other task.
+            UsageError: It is distilled and guidance is asked for, or it is for the other task or
+                for super-resolution.
         """
         name = self.index["transformer"]
         if "distilled" in name and options.has_guidance:
             raise UsageError(
                 f"guidance={options.guidance} with {name}, which is distilled. What to do: give 1"
             )
-        if f"_{options.task}" not in name:
+        if _makes_larger(name):
+            if not options.low_resolution:
+                raise UsageError(
+                    f"version={name!r} only makes the video of a run larger. What to do: begin with"
+                    " another version, and give --super-resolution, or `upscale` the run"
+                )
+        elif f"_{options.task}" not in name:
             raise UsageError(f"task={options.task!r} with {name}, which is for the other one")
 
     @property
@@ -231,6 +252,11 @@ def _data_utils() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def _makes_larger(version: str) -> bool:
+    """Return whether a version of the transformer is for super-resolution."""
+    return "_sr_" in version
 
 
 def versions(folder: Path) -> list[str]:

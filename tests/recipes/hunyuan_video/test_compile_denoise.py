@@ -6,7 +6,13 @@ import pytest
 
 import tpuport
 from recipes.hunyuan_video import compile
-from recipes.hunyuan_video.compile import compile_denoise, make_transformer, step_shapes
+from recipes.hunyuan_video.compile import (
+    compile_denoise,
+    compile_upscale,
+    make_transformer,
+    step_shapes,
+)
+from recipes.hunyuan_video.options import Options
 from tests.program.small import needs_libtpu
 from tpuport.foundation.errors import UsageError
 
@@ -61,6 +67,22 @@ def test_the_published_sizes_are_the_default():
     assert conditions["picture"].shape == (2, 0, 1152)
     conditions = step_shapes(121, 720, 1280, guidance=False, i2v=True)[2]
     assert conditions["picture"].shape == (1, 729, 1152)
+
+
+def test_super_resolution_has_more_channels(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(tpuport, "compile_for", lambda *a, **named: asked.append((*a, named)))
+    options = Options(("",), resolution="1080p", frames=5)
+    compile_upscale(options)
+    ((ported, topology, named),) = asked
+    assert ported.module.config.in_channels == 3 * 32 + 2
+    latents, _, conditions, guidance, calls = named["inputs"][0]
+    assert (topology, named["mesh"], guidance, calls) == ("v6e-8", {"sequence": 8}, 1.0, 1)
+    assert latents.shape == (1, 32, 2, 67, 119)
+    channels = {name: conditions[name].shape[1] for name in ("condition", "low")}
+    assert channels == {"condition": 33, "low": 33}
+    with pytest.raises(UsageError, match="super_resolution='480p': expected one of 720p, 1080p"):
+        compile_upscale(Options(("",), resolution="480p"))
 
 
 def test_another_way_is_refused():

@@ -189,8 +189,10 @@ class Tracer:
                     outside.refuse(run.changed)
                 changed = run.changed
             except RestartTrace as restart:
-                last = restart
                 self._learn(restart)
+                # Its frames hold the attempt, with the program's arguments and the caller's model.
+                last = restart.with_traceback(None)
+                last.__context__ = last.__cause__ = None
             except (PortError, RuntimeError, TypeError, ValueError, IndexError) as error:
                 refused = self._refused(error, refused, request)
             except (AttributeError, KeyError) as error:
