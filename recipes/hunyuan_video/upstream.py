@@ -49,6 +49,7 @@ GLYPH_PREFIX = "module.text_tower.encoder."
 # Part of a tile that the next repeats, on an accelerator of more than 21 GB (upstream,
 # hyvideo/pipelines/hunyuan_video_pipeline.py, get_vae_inference_config).
 _OVERLAP = 0.125
+_SPARSE = "flex-block-attn"
 # Shift of the noise schedule by the prefix of a version (upstream, hyvideo/commons, flow_shift).
 _SHIFTS = {
     "480p_i2v_step_distilled": 7.0,
@@ -184,8 +185,9 @@ class UpstreamComponents(Components):
         found = super().config(name)
         if name == "transformer":
             # Not flash-attn's layout, which packs all rows into one sequence: the batch could then
-            # not be sharded over chips.
-            return {**found, "attn_mode": "torch"}
+            # not be sharded over chips. Sparse attention is another function, and stays.
+            mode = found.get("attn_mode")
+            return {**found, "attn_mode": mode if mode == _SPARSE else "torch"}
         if name == "text_encoder":
             return found.get("text_config", found)
         if name == "text_encoder_2":

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 import tpuport
 from recipes.hunyuan_video.components import Components
@@ -123,6 +125,60 @@ def test_steps_are_those_of_eager_pytorch_and_of_diffusers(
     assert relative(found, latents_by_eager(components, eager, OPTIONS, encoded)) < 1e-4
     other = open_components(folders[1], "float32")
     assert relative(found, latents_by_eager(other, of_diffusers, OPTIONS, encoded)) < 1e-4
+
+
+def sparse_version(folder: Path) -> str:
+    """Write a version with sparse attention, whose kernel has heads of 128, into a folder."""
+    name, like = "720p_t2v_distilled_sparse", folder / "transformer" / "720p_t2v"
+    config = json.loads((like / "config.json").read_text())
+    tiles = {"win_size": [[1, 1, 1]], "tile_size": [6, 8, 8], "win_type": "fixed", "win_ratio": 10}
+    chosen = {"ssta_topk": 4, "ssta_threshold": 0.0, "ssta_lambda": 0.7}
+    masks = {"attn_use_text_mask": 1, "attn_mask_share_within_head": 0, "attn_pad_type": "zero"}
+    how = {
+        "ssta_sampling_type": "importance",
+        "ssta_adaptive_pool": None,
+        "attn_sparse_type": "ssta",
+    }
+    config |= {"attn_mode": "flex-block-attn", "attn_param": {**tiles, **chosen, **masks, **how}}
+    config |= {"hidden_size": 256, "heads_num": 2, "rope_dim_list": [16, 56, 56]}
+    place = folder / "transformer" / name
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(config))
+    components, draw = open_components(folder, "float32", name), torch.Generator().manual_seed(0)
+    with components.tracing():
+        model = components.module("transformer").to_empty(device="cpu")
+    weights = {
+        n: torch.randn(w.shape, generator=draw) * (w[0].numel() ** -0.5 if w.dim() > 1 else 0.1)
+        for n, w in model.state_dict().items()
+    }
+    save_file(weights, place / "diffusion_pytorch_model.safetensors")
+    return name
+
+
+# upstream/test_ssta.py has the attention by itself.
+@pytest.mark.slow
+def test_a_version_with_sparse_attention_has_it(tmp_path: Path, encoded: dict[str, Any]):
+    """Eight tiles a video, of which a token sees its own and two more, and its part of the text."""
+    folder = make_weights(tmp_path / "model", layout="upstream")
+    sizes = {"height": 144, "width": 160, "frames": 25, "steps": 1, "guidance": 1.0}
+    options = dataclasses.replace(
+        OPTIONS, **sizes, version=sparse_version(folder), negative_prompt=""
+    )
+    components = open_components(folder, "float32", options.version)
+    text = {name: value for name, value in encoded.items() if "negative" not in name}
+    found = latents_of(components, options, text)
+    for mode in ("flex-block-attn", "flash"):
+        with components.tracing():
+            eager: Any = components.module("transformer").to_empty(device="cpu")
+            eager.load_state_dict(
+                {
+                    n: torch.from_numpy(np.array(v))
+                    for n, v in tpuport.load_checkpoint(components.place("transformer")).items()
+                }
+            )
+            eager.set_attn_mode(mode)
+        difference = relative(found, latents_by_eager(components, eager, options, text))
+        assert difference < 1e-4 if mode == "flex-block-attn" else difference > 1e-3
 
 
 # Above are steps of this class, in test_pipeline.py those with a picture.

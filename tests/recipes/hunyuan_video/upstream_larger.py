@@ -38,9 +38,11 @@ def larger_pipeline(components: Components, resolution: str, encoded: Any) -> An
         def prepare_latents(self, batch_size: int, _: int, *args: Any, **named: Any) -> Any:
             """As many channels as the VAE has, drawn in bfloat16 as where upstream runs."""
             args = (*args[:3], torch.bfloat16, *args[4:])
-            return super().prepare_latents(
-                batch_size, self.vae.config.latent_channels, *args, **named
-            ).float()
+            return (
+                super()
+                .prepare_latents(batch_size, self.vae.config.latent_channels, *args, **named)
+                .float()
+            )
 
     with quietly():
         made = Pipeline(
