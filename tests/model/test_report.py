@@ -145,6 +145,20 @@ class TestParity:
         assert (found.max_abs, found.max_rel, found.where) == (max_abs, max_rel, where)
         assert found.ok is ok
 
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    def test_what_uninitialized_memory_holds_is_compared_without_a_warning(
+        self, dtype: str
+    ) -> None:
+        """An exponent of ones with the quiet bit off: a signalling NaN."""
+        bits = {"float32": 0x7F800001, "float16": 0x7C01, "bfloat16": 0x7F81}[dtype]
+        size = "u4" if dtype == "float32" else "u2"
+        floats = np.dtype(dtype)
+        value = np.concatenate([np.array([bits], size).view(floats), np.array([4.0], floats)])
+        other = np.concatenate([value[:1], np.array([5.0], floats)])
+        assert compare(value, value).max_abs == 0
+        assert compare(value, other).max_abs == 1
+        assert compare(value, value[::-1]).max_abs == math.inf
+
     def test_an_empty_value_agrees(self) -> None:
         found = compare(np.zeros((0, 3)), np.zeros((0, 3)))
         assert found.ok

@@ -382,9 +382,10 @@ def _errors(expected: np.ndarray, got: np.ndarray) -> tuple[np.ndarray, np.ndarr
     """Return the element-wise error and both sides in float64; the dtypes and shapes are equal."""
     if np.iscomplexobj(expected):
         expected, got = (np.stack([np.real(x), np.imag(x)], axis=-1) for x in (expected, got))
-    want, have = expected.astype(np.float64), got.astype(np.float64)
-    same = (expected == got) | (np.isnan(want) & np.isnan(have))
+    # Uninitialized memory has signalling NaNs, of which casts and comparisons warn.
     with np.errstate(invalid="ignore"):
+        want, have = expected.astype(np.float64), got.astype(np.float64)
+        same = (expected == got) | (np.isnan(want) & np.isnan(have))
         error = np.where(same, 0.0, np.abs(have - want))
     error[np.isnan(error)] = math.inf
     # Integers beyond 2**53 may differ and yet be one float64.
