@@ -84,7 +84,10 @@ def _linear(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         kept = jnp.float32 if is_fused and is_low(x) else None
         dims = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
         y = jax.lax.dot_general(x, w, dims, preferred_element_type=kept)
-        return y if b is None else (y + broadcast_wide(b, y.shape)).astype(x.dtype)
+        if b is None:
+            return y
+        y = y + broadcast_wide(b, y.shape)
+        return y if kept is None else y.astype(x.dtype)
 
     result = _whole(trace, [filled(x, 0), weight, bias], meta, compute)
     return isolated(attach(result, dict(extents_of(x))))
