@@ -242,6 +242,19 @@ def test_gradients_differ_by_no_more_than_rounding(tmp_path: Path) -> None:
         assert noise == (None if found is None else pytest.approx(found, rel=0.1))
 
 
+@pytest.mark.parametrize(("limit", "most"), [(1e-6, 1e-5), (1e-4, 1e-5), (2e-2, 2e-3)])
+def test_rounding_of_gradients_is_as_large_as_their_dtype_makes_it(
+    limit: float, most: float, tmp_path: Path
+) -> None:
+    """As under autocast, where gradients that are equal within bfloat16 are 3e-3 apart."""
+    eager, ported = (recorded(tmp_path / side) for side in ("eager", "ported"))
+    key = next(name for name in ported.tensors if name.startswith("gradient/0.2"))
+    largest = float(ported.tensors[key].abs().max())
+    ported.tensors[key] = eager.tensors[key] + 5e-3 * largest
+    noise = gradient_noise(eager, ported, limit)["0.2"]
+    assert noise == pytest.approx(most * largest, rel=0.1)
+
+
 @pytest.mark.parametrize(("apart", "elsewhere"), [(3e-3, 2e-3), (2e-2, None), (INF, None)])
 def test_which_values_rounding_moves_is_chance(apart: float, elsewhere: float | None) -> None:
     """As where one number of 147,456 has another sign, and Adam steps the other way with it."""

@@ -19,8 +19,10 @@ from tpuport.verify.files import compare_files
 _NO_GRADIENT = 1e-6
 # How much further than a disturbed run a port may be: both are samples of rounding.
 _ROUNDING = 5.0
-# What rounding moves a number of a gradient by is no more, as a share of the largest one.
+# What rounding moves a number of a gradient by is no more, as a share of the largest one: in
+# float32, and of the tolerance that somebody gave because the script computes in fewer digits.
 _MOST_NOISE = 1e-5
+_NOISE_OF_LIMIT = 0.1
 # How much further than eager PyTorch a port may be from the run in float64.
 _FACTOR = 4.0
 # Rounding of a value at the start is no more, as a share of the largest one.
@@ -201,19 +203,25 @@ def numbers(
     return Stage("numbers", [losses, check])
 
 
-def gradient_noise(eager: Recording, ported: Recording) -> dict[str, float]:
+def gradient_noise(eager: Recording, ported: Recording, limit: float = 0.0) -> dict[str, float]:
     """Return how far apart first gradients typically are, by optimizer and position.
 
     That is the rounding of sums, which is more than that of one number. None is more than a share
     of its gradient, so that a wrong gradient which is small beside all others is no rounding.
+
+    Args:
+        eager: Eager PyTorch.
+        ported: The port.
+        limit: The largest difference of first gradients that passes.
     """
+    most = max(_MOST_NOISE, _NOISE_OF_LIMIT * limit)
     mine, other = eager.part("gradient"), ported.part("gradient")
     found = {}
     for key in mine.keys() & other.keys():
         a, b = mine[key].double(), other[key].double()
         if a.shape == b.shape and a.numel() and bool((a.isfinite() & b.isfinite()).all()):
             apart = float((a - b).square().mean().sqrt())
-            found[key.partition("/")[0]] = min(apart, _MOST_NOISE * float(a.abs().max()))
+            found[key.partition("/")[0]] = min(apart, most * float(a.abs().max()))
     return found
 
 

@@ -33,7 +33,8 @@ WRITTEN = "written.jsonl"
 RESULT = "verify.json"
 _TPUPORT = (sys.executable, "-c", "from tpuport.cli.app import app; app()", "run", "--quiet")
 # The option of `tpuport run` that changes what an import finds, and not what is computed.
-_ABSENT = "--absent"
+# Without these a script's imports fail, and calls that are programs are not met.
+_OF_ALL_RUNS = ("--absent", "--program")
 _SKIPPED = {".git", ".hg", "__pycache__", ".venv", "node_modules", "site-packages"}
 _TAIL, _LONGEST_LINE = 25, 2000
 
@@ -48,8 +49,8 @@ class VerifiedScript:
         steps: The number of optimizer steps after which it is stopped.
         seed: The seed of Python, numpy and torch before it starts.
         plain: Whether the reference is plain Python, without CUDA being emulated.
-        options: Options of `tpuport run` for the ported run; `--absent` is for all runs in which
-            CUDA is emulated.
+        options: Options of `tpuport run` for the ported run; `--absent` and `--program` are for
+            all runs in which CUDA is emulated.
         before: A Python file that each run executes before the script, under the name
             `__before__`, with the folder of the run as `FOLDER`.
         environment: Variables for all runs.
@@ -204,12 +205,12 @@ def _command(what: VerifiedScript, side: str, script: Path) -> list[str]:
 
 
 def _for_all_runs(options: Sequence[str]) -> list[str]:
-    """Return the options, with their values, without which a script's imports fail everywhere."""
+    """Return the options, with their values, that eager PyTorch needs as well."""
     found: list[str] = []
     for index, option in enumerate(options):
-        if option == _ABSENT:
+        if option in _OF_ALL_RUNS:
             found += options[index : index + 2]
-        elif option.startswith(f"{_ABSENT}="):
+        elif option.partition("=")[0] in _OF_ALL_RUNS:
             found.append(option)
     return found
 

@@ -275,8 +275,7 @@ class Rounding:
 
         Adam makes steps of full size of gradients that are zero but for rounding.
         """
-        noise = {"noise": gradient_noise(self._eager, self._ported)}
-        again = run(what, DISTURBED, self._out, (settings or {}) | noise, seconds=self.left)
+        again = run(what, DISTURBED, self._out, (settings or {}) | self._noise(), seconds=self.left)
         if again.recorded:
             return self._behaviour(self._eager, [Recording(again.folder)])
         ended = "failed" if again.status is not None else f"was stopped; {MORE_TIME}"
@@ -334,10 +333,13 @@ class Rounding:
 
     def _disturbed(self, takes: PortTaken | None) -> list[Recording]:
         """Run all steps with rounding added to the gradients; nothing if that does not end."""
-        noise = {"noise": gradient_noise(self._eager, self._ported)}
         settings = {"turned": self._in_eager, "takes": takes, "side": DISTURBED}
-        made = self._run(noise, wide=False, **settings)
+        made = self._run(self._noise(), wide=False, **settings)
         return [] if made is None else [made.recording]
+
+    def _noise(self) -> dict[str, Any]:
+        """Return the setting of a run that says what is added to its gradients."""
+        return {"noise": gradient_noise(self._eager, self._ported, self._limits.numbers)}
 
     def _later(self, plain: WatchedRun) -> list[OpenDecision]:
         """Return the decisions of later steps that a run takes as the port's programs tell."""
