@@ -149,8 +149,8 @@ def by_heads(
     """Call attention that reorders tokens before its kernel and after it.
 
     With `sequence_parallel="ulysses"` tokens are exchanged for heads before the call, and back
-    after it, instead of around the kernel: to reorder tokens that are spread over chips costs
-    more than the attention.
+    after it, instead of around the kernel: chips that hold parts of the sequence would send most
+    tokens several times to reorder them.
 
     Args:
         operands: Queries [B, H, L, D], keys [B, G, S, D] and values [B, G, S, Dv].
