@@ -448,7 +448,7 @@ NOT_HERE = {
     *("_unsafe_view", "_reshape_alias", "_unsafe_index_put", "lift_fresh", "contiguous"),
     *("floor_divide", "equal", "allclose", "alias", "argsort", "one_hot"),
     *("std_mean", "var_mean", "view_as_real", "_unique2", "unique_consecutive", "unique_dim"),
-    "nms",  # tests/exactness/test_detection.py
+    *("nms", "roi_align"),  # tests/exactness/test_detection.py
     # tests/exactness/test_selected_statistics.py
     *("gather", "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin", "roll", "randperm"),
     *("_cdist_forward", "searchsorted", "bucketize", "histc"),

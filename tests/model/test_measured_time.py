@@ -1,5 +1,6 @@
 """Times that a forward measures: a program would give those of its trace at every call."""
 
+import gc
 import random
 import secrets
 import time
@@ -9,13 +10,16 @@ from datetime import date, datetime
 from time import perf_counter as now
 from time import time_ns
 from timeit import default_timer
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tpuport
 from tpuport.foundation.errors import PortError
+from tpuport.model import moments
 from tpuport.tracing.core.measured_time import MeasuredSeconds, MeasuredTicks, measured
 
 BORN = time.time()
@@ -177,3 +181,56 @@ def test_arithmetic_keeps_what_a_number_is() -> None:
     assert (tick % 4, (2 * second).place) == (3, "here:1")
     assert not isinstance(second > 1, MeasuredTicks)
     assert measured(True, "here:3") is True
+
+
+class Doubled(torch.autograd.Function):
+    """A function with a derivative of its own, which leaves a tensor in a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        del ctx
+        seen.append(x.detach().sum())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, None]:
+        del ctx
+        return grad * 2, None
+
+
+class TimedFunction(torch.nn.Module):
+    """Code that reads a time, or computes with it, and has a derivative not to be compared."""
+
+    def __init__(self, computes: bool) -> None:
+        super().__init__()
+        self.computes, self.weight = computes, nn.Parameter(torch.tensor([1.0, -2.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        now, seen = float(time.time()), []
+        y = checkpoint(Doubled.apply, x * self.weight, seen, use_reentrant=False) + sum(seen)
+        return y * (now % 1000) if self.computes else y
+
+
+def test_derivatives_that_cannot_be_compared_are_no_reason_to_refuse() -> None:
+    x = torch.ones(2)
+    ported = tpuport.convert(TimedFunction(computes=False))
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), ported.module(x))
+    with pytest.raises(PortError, match="depends on a time"):
+        tpuport.convert(TimedFunction(computes=True), verify=False)(x)
+
+
+def test_a_collection_of_garbage_reads_no_clock_for_a_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moments, "at_another_time", None)  # a second trace would call it
+
+    def timed(phase: str, info: Any) -> None:
+        del phase, info
+        time.perf_counter()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        gc.collect()
+        return x + 1
+
+    monkeypatch.setattr(gc, "callbacks", [timed])
+    assert tpuport.convert(function)(torch.ones(2)).tolist() == [2.0, 2.0]

@@ -27,7 +27,7 @@ def refuse_moments(made: CachedProgram, trace: Callable[[], CachedProgram]) -> N
         return
     with at_another_time():
         again = trace()
-    is_same = _values(made) == _values(again) and made.run.same(again.run)
+    is_same = _values(made) == _values(again) and _is_same_program(made, again, trace)
     release(again.outcome)
     if not is_same:
         raise of_a_moment(
@@ -35,6 +35,18 @@ def refuse_moments(made: CachedProgram, trace: Callable[[], CachedProgram]) -> N
             " that the code reads",
             moments[0],
         )
+
+
+def _is_same_program(
+    made: CachedProgram, again: CachedProgram, trace: Callable[[], CachedProgram]
+) -> bool:
+    if made.run.same(again.run):
+        return True
+    # Functions that hold tensors (a derivative rule) cannot be compared, at the same time neither.
+    likewise = trace()
+    is_comparable = made.run.same(likewise.run)
+    release(likewise.outcome)
+    return not is_comparable and made.run.reads_like(again.run)
 
 
 def _values(compiled: CachedProgram) -> Any:

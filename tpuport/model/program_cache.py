@@ -23,7 +23,7 @@ from tpuport.tracing.core.constants import HOIST_BYTES, uniform
 from tpuport.tracing.core.context import LiftedCheck
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.placement import NOWHERE, Placement
-from tpuport.tracing.scan_layers.jaxpr_equal import same_program, same_structure
+from tpuport.tracing.scan_layers.jaxpr_equal import same_program, same_structure, same_text
 from tpuport.tracing.state.lengths import Lengths
 from tpuport.tracing.state.request import TraceResult
 
@@ -348,6 +348,12 @@ class JittedProgram:
             return False
         alike = same_structure(self._treedef, other._treedef)
         return alike and same_program(self._with_elements(), other._with_elements())
+
+    def reads_like(self, other: "JittedProgram") -> bool:
+        """Return whether both are written alike, whatever functions they hold."""
+        if self._small.keys() != other._small.keys() or self._treedef != other._treedef:
+            return False
+        return same_text(self._with_elements(), other._with_elements())
 
     def _with_elements(self) -> ClosedJaxpr:
         """Return the program with one element of each constant whose elements are equal."""

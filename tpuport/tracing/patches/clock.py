@@ -2,9 +2,11 @@
 
 import datetime
 import functools
+import gc
 import sys
 import time
 from collections.abc import Callable
+from types import CodeType
 from typing import Any
 
 from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
@@ -46,12 +48,17 @@ def _place() -> str | None:
     if trace is None:
         return None
     frame = sys._getframe(2)
-    if _is_library(frame.f_code.co_filename):
+    if _is_library(frame.f_code.co_filename) or _is_of_collection(frame.f_code):
         return None
     count(Clock.TARGET)
     place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
     trace.recorder.guards.moments.append(place)
     return place
+
+
+def _is_of_collection(code: CodeType) -> bool:
+    """Return whether Python runs this code when it collects garbage: no code of the call."""
+    return any(getattr(one, "__code__", None) is code for one in gc.callbacks)
 
 
 def _number(clock: Callable[..., Any]) -> Callable[..., Any]:
