@@ -207,7 +207,8 @@ def leave(ported: "PortedState", rebound: dict[str, bool]) -> None:
 def _sibling(base: Any, alias: Alias, result: TracedTensor, index: int) -> TracedTensor:
     if alias.is_same:
         return base
-    if alias.is_exact:
+    root = base._storage
+    if alias.is_exact and root.stride == _contiguous(root.value.shape):
         return _window(base, alias, result)
     assert isinstance(alias.of, Sibling)
     what = f"result {alias.of.index} of the call, which shares memory with result {index},"
