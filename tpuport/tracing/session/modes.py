@@ -70,7 +70,8 @@ class DispatchMode(TorchDispatchMode):
         ):
             # State from outside, or from before a branch: the program writes it, and not only now.
             return dispatch(func, args, kwargs)
-        self.trace.note_reads(flat(args, kwargs))
+        if func is not aten.lift_fresh.default:  # what `torch.tensor` has just made
+            self.trace.note_reads(flat(args, kwargs))
         result = func(*args, **kwargs)
         if func._opname in _UNINITIALISED and isinstance(result, torch.Tensor):
             # What memory held before is no value: it may not even fit in 32 bits.
