@@ -232,5 +232,8 @@ def test_a_collection_of_garbage_reads_no_clock_for_a_call(
         gc.collect()
         return x + 1
 
-    monkeypatch.setattr(gc, "callbacks", [timed])
-    assert tpuport.convert(function)(torch.ones(2)).tolist() == [2.0, 2.0]
+    gc.callbacks.append(timed)
+    try:
+        assert tpuport.convert(function)(torch.ones(2)).tolist() == [2.0, 2.0]
+    finally:
+        gc.callbacks.remove(timed)
