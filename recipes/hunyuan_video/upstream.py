@@ -184,8 +184,8 @@ class UpstreamComponents(Components):
         """Return the configuration of a component, read from its JSON file."""
         found = super().config(name)
         if name == "transformer":
-            # Not flash-attn's layout, which packs all rows into one sequence: the batch could then
-            # not be sharded over chips. Sparse attention is another function, and stays.
+            # "torch" computes what flash-attn does, whose packed rows could not be sharded over
+            # chips. A version with sparse attention was trained with it, so it keeps that.
             mode = found.get("attn_mode")
             return {**found, "attn_mode": mode if mode == _SPARSE else "torch"}
         if name == "text_encoder":

@@ -42,7 +42,8 @@ def _is_same_program(
 ) -> bool:
     if made.run.same(again.run):
         return True
-    # Functions that hold tensors (a derivative rule) cannot be compared, at the same time neither.
+    # Derivative rules that hold tensors never compare as equal, whatever the time. Then the rest of
+    # the program decides: a time that only a derivative has is not seen.
     likewise = trace()
     is_comparable = made.run.same(likewise.run)
     release(likewise.outcome)

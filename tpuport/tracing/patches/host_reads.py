@@ -41,8 +41,8 @@ _stat = os.stat
 class HostReads(Shim):
     """What code reads of the host while it is traced is read again before each later call.
 
-    Where it is another value then, the call gets another program. What is new each time, such as a
-    `uuid`, is noted as a clock is.
+    If the value has changed, the model is traced again for that call. Values that are new each time,
+    such as a `uuid`, cannot be compared so; they are noted as clocks are (`tpuport.model.moments`).
     """
 
     TARGET = "os.stat"
