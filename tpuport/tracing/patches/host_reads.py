@@ -41,8 +41,9 @@ _stat = os.stat
 class HostReads(Shim):
     """What code reads of the host while it is traced is read again before each later call.
 
-    If the value has changed, the model is traced again for that call. Values that are new each time,
-    such as a `uuid`, cannot be compared so; they are noted as clocks are (`tpuport.model.moments`).
+    If the value has changed, the model is traced again for that call. Values that are new each
+    time, such as a `uuid`, cannot be compared so; they are noted as clocks are, for
+    `tpuport.model.moments`.
     """
 
     TARGET = "os.stat"
