@@ -280,6 +280,20 @@ def test_a_bias_is_added_in_tiles(name: str):
     assert of_scores_size(program(ported), S) == []
 
 
+def test_an_image_of_one_row_ends_where_a_number_says():
+    """Then whether the row is there is one number against another, for all keys."""
+
+    def seen(m: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(1) < s[:, 0, None]
+        columns = torch.arange(S) < s[:, 1, None]
+        return (rows[:, :, None] & columns[:, None]).flatten(1)[:, None, None]
+
+    args = (*(x[:1] for x in _operands()), VALID[:1], torch.tensor([[1, 25]]))
+    ported = _checked(Attends(seen), args, "blockwise")
+    assert ported.report.attention[0].mask == "padded keys"
+    _checked(Attends(seen), (*args[:4], torch.tensor([[0, 25]])), "blockwise")
+
+
 def test_a_mask_without_a_short_form_is_named():
     model = Attends(lambda m, s: torch.cumsum(m[:, None, :, None] & m[:, None, None], -1) > 3)
     ported = _checked(model, (*_operands(), VALID, IDS), "blockwise")

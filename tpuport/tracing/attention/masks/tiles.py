@@ -144,8 +144,10 @@ class Tiles:
 def elementwise(node: Node, operands: list[Any]) -> Any:
     """Apply an operation to tiles, whose dims of size 1 broadcast to any size."""
     shape = jnp.broadcast_shapes(*[x.shape for x in operands])
+    # Numbers that were broadcast have lost their dims, and all operands may be such.
+    shape = (1,) * (len(node.shape) - len(shape)) + shape
     operands = [jnp.broadcast_to(x, shape) if jnp.ndim(x) else x for x in operands]
-    return node.op.bind(*operands, **node.params)
+    return node.op.bind(*operands, **node.params).reshape(shape)
 
 
 def picked(value: Any, parts: Parts) -> Any:
