@@ -10,7 +10,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import (
 
 import tpuport
 from recipes.hunyuan_video.decode import decode_latents, factors, port_vae
-from recipes.hunyuan_video.vae_patches import causal_by_frames
+from recipes.hunyuan_video.vae_patches import patched_vae
 from tpuport.aot.report import CompileReport
 from tpuport.foundation.errors import UsageError
 
@@ -45,7 +45,7 @@ def compile_decode(
         )
     sizes = ((frames - 1) // ratio + 1, height // factor, width // factor)
     latents = jax.ShapeDtypeStruct((1, model.config.latent_channels, *sizes), "float32")
-    with causal_by_frames(model):
+    with patched_vae(model):
         return tpuport.compile_for(
             port_vae(model).ported,
             topology,

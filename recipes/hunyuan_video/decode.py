@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import tpuport
 from recipes.hunyuan_video.components import Components
 from recipes.hunyuan_video.tiling import Tiling, map_tiles, tiling_of
-from recipes.hunyuan_video.vae_patches import causal_by_frames
+from recipes.hunyuan_video.vae_patches import only_part, patched_vae
 from tpuport.foundation.errors import UsageError
 from tpuport.model.ported_model import PortedModel
 
@@ -22,14 +22,18 @@ PIXELS = 3
 _FIRST = "decoder.conv_in.conv.weight", "encoder.conv_in.conv.weight"
 
 
-def decode_tile(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Run the VAE's own decoder: (B, C, T, h, w) -> (B, 3, F, H, W)."""
-    return vae.decoder(latents)
+def decode_tile(
+    vae: Any, latents: torch.Tensor, extents: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run the VAE's own decoder: (B, C, T, h, w) -> (B, 3, F, H, W); see `only_part`."""
+    with only_part(extents, latents.shape[-2:]):
+        return vae.decoder(latents)
 
 
-def encode_tile(vae: Any, video: torch.Tensor) -> torch.Tensor:
+def encode_tile(vae: Any, video: torch.Tensor, extents: torch.Tensor | None = None) -> torch.Tensor:
     """Run the VAE's own encoder: (B, 3, F, H, W) -> means and log variances (B, 2 C, T, h, w)."""
-    return vae.encoder(video)
+    with only_part(extents, video.shape[-2:]):
+        return vae.encoder(video)
 
 
 class VideoVae:
@@ -59,7 +63,7 @@ def port_vae(model: torch.nn.Module, precision: str = "bf16", mesh: Mesh | None 
     """
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r}: expected one of {', '.join(PRECISIONS)}")
-    with causal_by_frames(model):
+    with patched_vae(model):
         ported = tpuport.convert(model, methods=(decode_tile, encode_tile))
     if precision == "bf16":
         tpuport.cast(ported, tpuport.DtypePolicy(outputs="computed"))
@@ -114,7 +118,7 @@ def decode_video(vae: VideoVae, latents: Any, tiling: Tiling | None = None) -> j
             f" shape {tuple(latents.shape)}. What to do: give what the transformer returns, without"
             " the conditions that are concatenated to its input"
         )
-    with causal_by_frames(ported.module):
+    with patched_vae(ported.module):
         return vae.decode(*_state(ported), None, _on_mesh(ported, latents), tiling=tiling)
 
 
@@ -143,7 +147,7 @@ def encode_image(vae: VideoVae, image: Any, tiling: Tiling | None = None) -> jax
             f" {factor}, got shape {tuple(image.shape)}. What to do: resize and crop it to the size"
             " of the video"
         )
-    with causal_by_frames(ported.module):
+    with patched_vae(ported.module):
         return vae.encode(*_state(ported), None, _on_mesh(ported, image), tiling=tiling)
 
 
@@ -155,12 +159,12 @@ def decode_latents(
     latents: jax.Array,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """Compute `decode_video` as a pure function of the state, traced inside `causal_by_frames`."""
+    """Compute `decode_video` as a pure function of the state, traced inside `patched_vae`."""
     latents = latents.astype(_dtype(params, buffers)) / config_of(ported).scaling_factor
 
-    def decode(tiles: jax.Array) -> jax.Array:
+    def decode(*tiles: Any) -> jax.Array:
         with tpuport.attention_options("blockwise"):
-            return ported.apply(params, buffers, key, tiles, method=decode_tile.__name__)[0]
+            return ported.apply(params, buffers, key, *tiles, method=decode_tile.__name__)[0]
 
     return map_tiles(decode, latents, tiling or tiling_of(ported.module), ported.mesh)
 
@@ -173,14 +177,14 @@ def encode_frame(
     image: jax.Array,
     tiling: Tiling | None = None,
 ) -> jax.Array:
-    """Compute `encode_image` as a pure function of the state, traced inside `causal_by_frames`."""
+    """Compute `encode_image` as a pure function of the state, traced inside `patched_vae`."""
     dtype = _dtype(params, buffers)
     frame = image.astype(dtype)[:, :, None]
 
-    def encode(tiles: jax.Array) -> jax.Array:
+    def encode(*tiles: Any) -> jax.Array:
         # One frame has no mask, but for splash heads of 1024 in float32 are too large.
         with tpuport.attention_options("blockwise" if dtype == jnp.float32 else "auto"):
-            return ported.apply(params, buffers, key, tiles, method=encode_tile.__name__)[0]
+            return ported.apply(params, buffers, key, *tiles, method=encode_tile.__name__)[0]
 
     if tiling is None:
         moments = encode(frame)

@@ -1,10 +1,11 @@
 """A function of images run tile by tile, with its results blended, as the VAE's classes do.
 
-Several tiles of one shape are computed at a time, one on each chip. Source: `tiled_decode`,
+Several tiles are computed at a time, one on each chip. Source: `tiled_decode`,
 `tiled_encode`, `blend_v` and `blend_h` of diffusers' AutoencoderKLHunyuanVideo15, and
 `spatial_tiled_decode` of upstream's AutoencoderKLConv3D, which agree.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,18 +86,21 @@ def _each(change: Callable[[int], int], pair: tuple[int, int]) -> tuple[int, int
 
 
 def map_tiles(
-    function: Callable[[jax.Array], jax.Array],
+    function: Callable[..., jax.Array],
     x: jax.Array,
     tiling: Tiling,
     mesh: Mesh | None = None,
 ) -> jax.Array:
     """Apply `function` to the tiles of x and blend them; to x itself if it fits in one tile.
 
-    Tiles of one shape go through one loop, as many at a time as there are chips along the mesh's
-    data axes. If the count does not divide, the remaining chips compute the first tiles again.
+    All tiles go through one loop, as many at a time as there are chips along the mesh's data axes.
+    If the count does not divide, the remaining chips compute the first tiles again. Smaller tiles
+    at the edges are filled up, since each shape of them is a program that compiles for minutes,
+    and since on several chips they would leave some of them without work.
 
     Args:
-        function: Maps (N, C, T, h, w), one tile each, example by example.
+        function: Maps (N, C, T, h, w), one tile each, example by example. If tiles are filled up,
+            it gets (N, 2) as well, the heights and widths of what has data.
         x: (B, C, T, H, W).
         tiling: Tiling of the last two dims.
         mesh: None for one device.
@@ -108,44 +112,47 @@ def map_tiles(
     if not tiling.cuts(height, width):
         return function(x)
     rows, columns = tiling.starts(height, width)
-    groups: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    tiles = {}
-    for i in rows:
-        for j in columns:
-            tile = x[..., i : i + tiling.tile[0], j : j + tiling.tile[1]]
-            groups.setdefault(tile.shape, []).append((i, j))
-            tiles[i, j] = tile
-    done = {}
-    for places in groups.values():
-        stacked = jnp.concatenate([tiles[place] for place in places])
-        results = _in_rounds(function, stacked, mesh)
-        for place, result in zip(places, jnp.split(results, len(places)), strict=True):
-            assert result.shape[0] == batch
-            done[place] = result
-    return blended([[done[i, j] for j in columns] for i in rows], tiling)
+    size = min(tiling.tile[0], height), min(tiling.tile[1], width)
+    extents = [(min(size[0], height - i), min(size[1], width - j)) for i in rows for j in columns]
+    tiles = []
+    for (i, j), (h, w) in zip(itertools.product(rows, columns), extents, strict=True):
+        missing = [(0, 0)] * 3 + [(0, size[0] - h), (0, size[1] - w)]
+        tiles.append(jnp.pad(x[..., i : i + h, j : j + w], missing, mode="edge"))
+    given = [jnp.concatenate(tiles)]
+    if set(extents) != {size}:
+        given.append(jnp.repeat(jnp.asarray(extents, jnp.int32), batch, axis=0))
+    results = jnp.split(_in_rounds(function, given, mesh), len(tiles))
+    done = [
+        result[..., : h * result.shape[-2] // size[0], : w * result.shape[-1] // size[1]]
+        for result, (h, w) in zip(results, extents, strict=True)
+    ]
+    return blended([done[k : k + len(columns)] for k in range(0, len(done), len(columns))], tiling)
 
 
 def _in_rounds(
-    function: Callable[[jax.Array], jax.Array], tiles: jax.Array, mesh: Mesh | None
+    function: Callable[..., jax.Array], given: list[jax.Array], mesh: Mesh | None
 ) -> jax.Array:
-    """Apply `function` to (N, ...) in a loop that takes one row per chip at a time."""
+    """Apply `function` to arrays (N, ...) in a loop that takes one row per chip at a time."""
     axes = () if mesh is None else tuple(axis for axis in AXES if axis in mesh.shape)
     chips = 1 if mesh is None else math.prod(mesh.shape[axis] for axis in axes)
-    count = tiles.shape[0]
+    count = given[0].shape[0]
     num_rounds = math.ceil(count / chips)
-    taken = tiles[np.arange(num_rounds * chips) % count]
-    rounds = taken.reshape(num_rounds, chips, *tiles.shape[1:])
+    taken = np.arange(num_rounds * chips) % count
 
     def place(array: jax.Array, *spec: Any) -> jax.Array:
         if mesh is None:
             return array
         return jax.lax.with_sharding_constraint(array, NamedSharding(mesh, P(*spec)))
 
-    def one_round(tiles: jax.Array) -> jax.Array:
-        return place(function(place(tiles, axes)), axes)
+    def one_round(given: list[jax.Array]) -> jax.Array:
+        return place(function(*(place(array, axes) for array in given)), axes)
 
+    rounds = [
+        place(array[taken].reshape(num_rounds, chips, *array.shape[1:]), None, axes)
+        for array in given
+    ]
     # Replicate before rounds and chips become one dim, which the partitioner could not shard.
-    results = place(jax.lax.map(one_round, place(rounds, None, axes)))
+    results = place(jax.lax.map(one_round, rounds))
     return results.reshape(num_rounds * chips, *results.shape[2:])[:count]
 
 

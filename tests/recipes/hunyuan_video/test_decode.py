@@ -17,7 +17,7 @@ import tpuport
 from recipes.hunyuan_video.decode import VideoVae, decode_video, encode_image, port_vae
 from recipes.hunyuan_video.tiling import tiling_of
 from recipes.hunyuan_video.upstream_weights import upstream_vae
-from recipes.hunyuan_video.vae_patches import causal_by_frames
+from recipes.hunyuan_video.vae_patches import patched_vae
 from tests.recipes.hunyuan_video.vae_models import FACTOR, TILE, difference, normal, small_vae
 from tpuport.foundation.errors import UsageError
 from tpuport.sharding import make_mesh
@@ -65,6 +65,19 @@ def test_tiles_of_four_shapes(model: Vae, tiled: jax.Array):
     model.enable_tiling()
 
 
+def test_tiles_of_four_shapes_share_one_program(model: Vae, ported: VideoVae):
+    """Each shape would be compiled for minutes."""
+
+    def convolutions(*shape: int) -> int:
+        with patched_vae(model):
+            given = (ported.ported.params, ported.ported.buffers, None, jnp.ones(shape))
+            return str(jax.make_jaxpr(vars(ported)["decode"])(*given)).count(
+                "conv_general_dilated["
+            )
+
+    assert convolutions(*FOUR_SHAPES) == convolutions(1, 4, 2, TILE, TILE) > 0
+
+
 def test_one_tile_is_decoded_as_a_whole(model: Vae, ported: VideoVae):
     """Of two examples; test_pipeline.py has one."""
     latents = normal(2, 4, 3, TILE, TILE - 1)
@@ -108,7 +121,7 @@ def test_bfloat16(model: Vae):
 def test_products_are_of_bfloat16_and_norms_in_float32(model: Vae):
     vae = port_vae(model, "bf16")
     given = (vae.ported.params, vae.ported.buffers, None, normal(1, 4, 1, 1, 1).numpy())
-    with causal_by_frames(model):
+    with patched_vae(model):
         audit = tpuport.precision_audit(vae.decode, *given, model=vae.ported)
     assert audit.flags == ()
     products = {one.dtypes for one in audit.places if one.kind == "product"}

@@ -7,8 +7,9 @@ import torch
 from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import HunyuanVideo15AttnBlock
 
 from recipes.hunyuan_video.decode import decode_video, port_vae
-from recipes.hunyuan_video.vae_patches import causal_by_frames
+from recipes.hunyuan_video.vae_patches import only_part, patched_vae
 from tests.recipes.hunyuan_video.vae_models import normal, small_vae
+from tpuport.foundation.errors import UsageError
 
 FORWARD = HunyuanVideo15AttnBlock.forward
 
@@ -23,13 +24,37 @@ def test_attention_with_a_computed_mask_is_the_classs_own(frames: int):
     x = normal(1, 16, frames, 3, 2).requires_grad_()
     want = attention(x)
     (wanted,) = torch.autograd.grad(want.square().sum(), x)
-    with causal_by_frames(attention):
+    with patched_vae(attention):
         assert HunyuanVideo15AttnBlock.forward is not FORWARD
         got = attention(x)
     (gradient,) = torch.autograd.grad(got.square().sum(), x)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
     assert HunyuanVideo15AttnBlock.forward is FORWARD
+
+
+def test_a_part_of_a_tile_is_computed_as_if_it_were_alone():
+    """In one batch with other parts."""
+    model = small_vae()
+    tiles = normal(3, 4, 2, 4, 3)
+    sizes = [(2, 3), (4, 1), (4, 3)]
+    extents = torch.tensor(sizes)
+    alone = [
+        model.decoder(tile[None, :, :, :height, :width])
+        for tile, (height, width) in zip(tiles, sizes, strict=True)
+    ]
+    with patched_vae(model):
+        with only_part(extents, (4, 3)):
+            got = model.decoder(tiles)
+    for one, whole in zip(alone, got, strict=True):
+        height, width = one.shape[-2:]
+        torch.testing.assert_close(whole[None, ..., :height, :width], one, rtol=1e-4, atol=1e-5)
+    with patched_vae(model), only_part(None, (4, 3)):
+        torch.testing.assert_close(model.decoder(tiles[2:]), alone[2], rtol=1e-4, atol=1e-5)
+    model.decoder.conv_in.pad_mode = "reflect"
+    with patched_vae(model), only_part(extents, (4, 3)):
+        with pytest.raises(UsageError, match=r"pad_mode='reflect': expected convolutions"):
+            model.decoder(tiles)
 
 
 def test_the_classs_own_mask_is_not_made(monkeypatch: pytest.MonkeyPatch):
@@ -43,7 +68,7 @@ def test_the_classs_own_mask_is_not_made(monkeypatch: pytest.MonkeyPatch):
         HunyuanVideo15AttnBlock, "prepare_causal_attention_mask", staticmethod(mask)
     )
     attention, x = block(), normal(1, 16, 2, 3, 2)
-    with causal_by_frames(attention):
+    with patched_vae(attention):
         attention(x)
     assert made == []
     attention(x)
@@ -51,11 +76,11 @@ def test_the_classs_own_mask_is_not_made(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_error_leaves_the_class_as_it_was():
-    with pytest.raises(RuntimeError, match="of the user's"), causal_by_frames(small_vae()):
+    with pytest.raises(RuntimeError, match="of the user's"), patched_vae(small_vae()):
         raise RuntimeError("of the user's")
     assert HunyuanVideo15AttnBlock.forward is FORWARD
-    with causal_by_frames(small_vae()):
-        with causal_by_frames(small_vae()):
+    with patched_vae(small_vae()):
+        with patched_vae(small_vae()):
             pass
         assert HunyuanVideo15AttnBlock.forward is not FORWARD
     assert HunyuanVideo15AttnBlock.forward is FORWARD
