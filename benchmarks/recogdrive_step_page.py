@@ -3,6 +3,8 @@
 import textwrap
 from typing import TYPE_CHECKING
 
+import torch
+
 from benchmarks import machine, timing
 from benchmarks.contestants import COMPILED, EAGER, OURS, PLAIN
 
@@ -53,8 +55,9 @@ def _setting(options: "Options", found: "Found") -> list[str]:
     command = "python -m benchmarks.recogdrive_step" + " --upstream DIR" * bool(options.upstream)
     setting = (
         f"Forward, loss, backward, clipping and AdamW {whose}of the recipe's (`{options.size}`), in"
-        f" float32 on {cores} of a busy CPU: {options.batch} rows of {options.tokens} hidden states"
-        " (upstream's caches have 2800 each, its batches 16 rows), medians of"
+        f" float32 on {cores} ({machine.describe()['processor']},"
+        f" {torch.backends.cpu.get_cpu_capability()}): {options.batch} rows of {options.tokens}"
+        " hidden states (upstream's caches have 2800 each, its batches 16 rows), medians of"
         f" {options.rounds} rounds of everyone in turn. Written by `{command}`. All have the same"
         " weights, batch, noise and rate, the batch where they compute, and every step waits for"
         " its loss, which none in training does. The first losses of all were"

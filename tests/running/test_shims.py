@@ -3,7 +3,6 @@
 import sys
 import threading
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import safetensors
@@ -13,9 +12,9 @@ import torch.utils.checkpoint
 
 import tpuport
 import tpuport.compat.shims
-from tpuport.compat import porting
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching import shim as _shim
+from tpuport.foundation.patching.copies import COPIES
 from tpuport.foundation.patching.shim import REPLACED, Replacement, find_shims
 from tpuport.tracing import patches
 
@@ -157,16 +156,12 @@ def test_a_package_that_is_imported_inside_the_block_is_shimmed(monkeypatch):
     assert inner.call() == "before"
 
 
-def test_the_modules_of_the_process_are_looked_through_once(monkeypatch: pytest.MonkeyPatch):
+def test_a_module_is_looked_through_again_only_if_its_names_changed(
+    monkeypatch: pytest.MonkeyPatch,
+):
     """It takes longest where much is imported; all copies are found nevertheless."""
-    looked, look_for = [], _shim.look_for
-
-    def counted(originals: Any) -> Any:
-        looked.append(found := look_for(originals))
-        return found
-
-    monkeypatch.setattr(_shim, "look_for", counted)
-    monkeypatch.setattr(porting, "look_for", counted)
+    looked, look_for = [], COPIES.look_for
+    monkeypatch.setattr(COPIES, "look_for", lambda given: looked.append(look_for(given)))
     copied = {
         "wait_for_all": torch.distributed.barrier,
         "sdpa_kernel": torch.nn.attention.sdpa_kernel,
@@ -179,4 +174,9 @@ def test_the_modules_of_the_process_are_looked_through_once(monkeypatch: pytest.
     with tpuport.porting():
         assert [name for name, value in copied.items() if vars(module)[name] is value] == []
     assert {name: vars(module)[name] for name in copied} == copied
-    assert len(looked) == 1
+    module.late = torch.distributed.barrier
+    with tpuport.porting():
+        assert module.late is module.wait_for_all is torch.distributed.barrier
+        assert module.late is not copied["wait_for_all"]
+    assert {name: vars(module)[name] for name in copied} == copied
+    assert looked[-1] < 10 < len(sys.modules)

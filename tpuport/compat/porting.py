@@ -23,7 +23,8 @@ from tpuport.compat.imports.import_hook import hook
 from tpuport.compat.packages._package import find_packages
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.imports import importing
-from tpuport.foundation.patching.shim import REPLACED, find_shims, look_for
+from tpuport.foundation.patching.copies import COPIES
+from tpuport.foundation.patching.shim import REPLACED, find_shims
 
 
 @contextlib.contextmanager
@@ -136,7 +137,7 @@ class _Shims(InForce):
     def _install(self) -> None:
         shims = [shim() for shim in find_shims(tpuport.compat.shims)]
         try:
-            look_for(
+            COPIES.look_for(
                 original
                 for shim in shims
                 if shim.MODULE in sys.modules
@@ -163,7 +164,7 @@ class _Shims(InForce):
             for shim in find_shims(tpuport.compat.shims) if self._contexts else ():
                 if name == shim.MODULE:
                     late = shim()
-                    look_for(late.copied())
+                    COPIES.look_for(late.copied())
                     REPLACED.add(self._token, late.replacements())
 
 

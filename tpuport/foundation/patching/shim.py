@@ -9,7 +9,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
+
+from tpuport.foundation.patching.copies import COPIES
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,10 @@ def copies(original: Any, replacement: Any, home: Any) -> list[Replacement]:
         replacement: the function to replace it by.
         home: the module that defines it, where the caller replaces it.
     """
-    known = _COPIES.get(id(original))
-    if known is None or not known.are_all(original):
-        known = look_for([original])[id(original)]
     return [
         Replacement(module, name, replacement)
-        for module, name in known.places
-        if module is not home and vars(module).get(name) is original
+        for module, name in COPIES.of(original)
+        if module is not home
     ]
 
 
@@ -112,51 +111,6 @@ def original_of(owner: Any, name: str) -> Any:
     """Return a function as it is outside of all blocks: one inside of another finds its own."""
     held = getattr(owner, name)
     return getattr(held, "__dict__", {}).get("_tpuport_original", held)
-
-
-class _Copies(NamedTuple):
-    """The places of a function, found when there were so many modules."""
-
-    original: Any
-    modules: int
-    places: list[tuple[Any, str]]
-
-    def are_all(self, original: Any) -> bool:
-        """Return whether these are all places of a function now."""
-        return self.original is original and self.modules == len(sys.modules)
-
-
-_COPIES: dict[int, _Copies] = {}
-
-
-def look_for(originals: Iterable[Any]) -> dict[int, _Copies]:
-    """Look through all modules once for the copies of functions, for which `copies` is called next.
-
-    A process has hundreds of thousands of names in its modules. To look at them takes longer than
-    to trace a small model, for many functions hardly longer than for one.
-    """
-    count = len(sys.modules)
-    wanted = {id(one): _Copies(one, count, []) for one in originals}
-    for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or wanted.keys().isdisjoint(map(id, list(names.values()))):
-            continue
-        for name, value in list(names.items()):
-            if id(value) in wanted:
-                wanted[id(value)].places.append((module, name))
-    for key, known in list(_COPIES.items()):
-        if known.modules != count:
-            _COPIES.pop(key, None)
-    _COPIES.update(wanted)
-    return wanted
-
-
-def look_for_new(originals: Iterable[Any]) -> None:
-    """Look for those functions of which the copies are not known since the last import."""
-    known = {key: one for key, one in _COPIES.items() if one.are_all(one.original)}
-    new = [one for one in originals if id(one) not in known]
-    if new:
-        look_for(new)
 
 
 _MISSING = object()
@@ -229,7 +183,7 @@ def installed(shims: Iterable[type[Shim]]) -> Iterator[None]:
     token = object()
     try:
         made = [shim() for shim in shims if shim.MODULE in sys.modules]
-        look_for_new(original for shim in made for original in shim.copied())
+        COPIES.look_for_new(original for shim in made for original in shim.copied())
         for shim in made:
             REPLACED.add(token, shim.replacements())
         yield

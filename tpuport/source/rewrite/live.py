@@ -107,16 +107,19 @@ def functions_with(code: CodeType) -> list[FunctionType]:
 
 
 def functions_that_ran(code: CodeType, error: BaseException) -> list[FunctionType]:
-    """Return the functions that ran a code object when it raised an error, as its frames have them.
+    """Return the functions with a code object that ran when it raised an error, by their frames.
 
-    A search of all that lives, as `functions_with`, takes as long as the trace of a small model.
+    Those around it on the stack that create such functions are among them. A search of all that
+    lives, as `functions_with`, takes as long as the trace of a small model.
     """
     found: dict[int, FunctionType] = {}
+    ran = False
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is code:
+        ran = ran or frame.f_code is code
+        if any(inner is code for inner in codegen.nested_codes(frame.f_code)):
             held = (f for f in gc.get_referents(frame) if type(f) is FunctionType)
-            found |= {id(f): f for f in held if f.__code__ is code}
-    return list(found.values())
+            found |= {id(f): f for f in held if f.__code__ is frame.f_code}
+    return list(found.values()) if ran else []
 
 
 def site_of(frame: FrameType) -> Site:

@@ -45,7 +45,7 @@ def note_long() -> None:
         for line in _loop_lines(code, frame.f_lasti):
             key = id(frame), code, line
             counts[key] = counts.get(key, 0) + 1
-            is_new = (code.co_filename, line, None) not in plan.tried
+            is_new = plan.is_new(code, line)
             if counts[key] >= _SAMPLES and is_new:
                 if is_counted(frame, line):
                     raise RestartTrace(site=(code, Site(line)))
@@ -65,7 +65,7 @@ def note_branching() -> None:
     for frame in _frames():
         file = frame.f_code.co_filename
         for line in _loop_lines(frame.f_code, frame.f_lasti):
-            if (file, line, None) not in plan.tried and is_counted(frame, line):
+            if plan.is_new(frame.f_code, line) and is_counted(frame, line):
                 plan.branching.add(f"{file}:{line}")
                 raise RestartTrace(site=(frame.f_code, Site(line)))
 
@@ -110,7 +110,7 @@ def _ask(
         if counted:
             lines = [line for line in lines if _counts(code.co_filename, line)]
         for line in lines:
-            if (code.co_filename, line, None) not in plan.tried:
+            if plan.is_new(code, line):
                 raise RestartTrace(site=(code, Site(line)))
         if lines:
             if plan.whole:

@@ -125,6 +125,16 @@ class SpeculationLog:
         self.watch_draws = self.watch_draws or restart.watch_draws
         self.draws_on_host = self.draws_on_host or restart.draws_on_host
 
+    def is_new(self, code: CodeType, line: int, column: int | None = None) -> bool:
+        """Return whether a line has not been rewritten yet, or not in all functions with its code.
+
+        Args:
+            code: The code object that runs.
+            line: The line, in the user's file.
+            column: Where it begins. None for a loop, which is one as a whole.
+        """
+        return (code.co_filename, line, column) not in self.tried or code in self.alone
+
     def ask_for_rewrite(self) -> None:
         """Restart to have the line that runs now rewritten, unless that was tried already.
 
@@ -135,6 +145,5 @@ class SpeculationLog:
         if frame is None:
             return
         site = site_of(frame)
-        key = (frame.f_code.co_filename, site.line, site.column)
-        if key not in self.tried or frame.f_code in self.alone:
+        if self.is_new(frame.f_code, site.line, site.column):
             raise RestartTrace(site=(frame.f_code, site))

@@ -279,7 +279,7 @@ class Tracer:
     def _functions_with(self, code: CodeType, restart: RestartTrace) -> list[Any]:
         """Return the user's functions whose code, original or rewritten, contains `code`."""
         ours = [f for f, r in self.rewrites.items() if any(c is code for c in nested_codes(r.code))]
-        if ours or "<locals>" in code.co_qualname or code in self.alone:
+        if ours or code in self.alone:
             self.alone.discard(code)
             return ours or live.functions_with(code)
         found = live.functions_that_ran(code, restart)

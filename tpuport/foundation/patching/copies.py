@@ -1,0 +1,71 @@
+"""Copies of functions in other modules, which `from package import function` made there."""
+
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+class Copies:
+    """The names in all modules of this process that hold certain functions.
+
+    A process has hundreds of thousands of names in its modules. To look at them takes longer than
+    to trace a small model, for many functions hardly longer than for one. So a module is looked
+    through again only if its names are more or fewer than before. In `__main__`, where cells of a
+    notebook give a name a second value, it is done each time.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._originals: dict[int, Any] = {}
+        # The modules' names and theirs. What is there now decides, so that none has to be removed.
+        self._places: dict[int, set[tuple[str, str]]] = {}
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._num_modules = 0
+
+    def look_for(self, originals: Iterable[Any]) -> int:
+        """Find the copies of functions, for which `of` is called next.
+
+        Returns:
+            The number of modules that were looked through.
+        """
+        with self._lock:
+            new = {id(one): one for one in originals if id(one) not in self._originals}
+            self._originals |= new
+            self._places |= {key: set() for key in new}
+            self._num_modules = len(sys.modules)
+            return sum(self._look_in(*item, new) for item in list(sys.modules.items()))
+
+    def _look_in(self, module_name: str, module: Any, new: dict[int, Any]) -> bool:
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            return False
+        mark = (id(names), len(names))
+        is_known = self._seen.get(module_name) == mark and module_name != "__main__"
+        wanted = new if is_known else self._originals
+        self._seen[module_name] = mark
+        if not wanted:
+            return False
+        if not wanted.keys().isdisjoint(map(id, list(names.values()))):
+            for name, value in list(names.items()):
+                if id(value) in wanted:
+                    self._places[id(value)].add((module_name, name))
+        return True
+
+    def look_for_new(self, originals: Iterable[Any]) -> None:
+        """Find those functions that were not looked for, unless other modules were imported."""
+        originals = list(originals)
+        is_known = all(id(one) in self._originals for one in originals)
+        if not is_known or self._num_modules != len(sys.modules):
+            self.look_for(originals)
+
+    def of(self, original: Any) -> Iterator[tuple[Any, str]]:
+        """Yield the modules that hold a function, and the name that it has there."""
+        self.look_for_new([original])
+        for module_name, name in sorted(self._places[id(original)]):
+            module = sys.modules.get(module_name)
+            if module is not None and vars(module).get(name) is original:
+                yield module, name
+
+
+COPIES = Copies()
