@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 
-class Copies:
+class CopyIndex:
     """The names in all modules of this process that hold certain functions.
 
     A process has hundreds of thousands of names in its modules. To look at them takes longer than
@@ -68,4 +68,4 @@ class Copies:
                 yield module, name
 
 
-COPIES = Copies()
+COPIES = CopyIndex()

@@ -7,6 +7,7 @@ They ask for it here, by the part of it that they use; everybody else calls
 
 import threading
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Protocol
 
 import jax
@@ -21,10 +22,13 @@ class Attempts(Protocol):
     draws_on_host: bool
     chooses: bool
     apart: set[str]
-    tried: set[tuple[str, int, int | None]]
     loops: dict[Any, Any]
     branching: set[str]
     whole: bool
+
+    def is_new(self, code: CodeType, line: int, column: int | None = None) -> bool:
+        """Return whether a line has yet to be rewritten in a function with this code."""
+        ...
 
     def ask_for_rewrite(self) -> None:
         """Request that the line running now be rewritten, the first time it is met."""
