@@ -391,9 +391,11 @@ def test_an_item_of_the_hosts_choice_is_drawn_from_the_key():
         lambda: random.randrange(0, 9, 2),
     ],
 )
-def test_host_generators_are_refused(draw):
+def test_host_generators_are_refused_where_nothing_is_drawn_before(draw):
+    """What a call draws before is in test_host_draws.py."""
+    port = by_tpuport(lambda x: x * float(draw()))
     with pytest.raises(PortError, match=r"drew random numbers from(.|\n)*draw them with torch"):
-        by_tpuport(lambda x: x * float(draw()))(torch.zeros(8))
+        port.apply({}, {}, jax.random.key(0), torch.zeros(8))
 
 
 def draws() -> tuple[float, float, float]:
@@ -418,7 +420,7 @@ def test_refused_call_leaves_the_generators_of_the_host(refused: str, verify: bo
     def program(x):
         if refused == "size":
             return sum(x for _ in range(int(x.sum().item())))
-        return x * float(draw())
+        return x * float(draw()) if x.sum() > 3 else x
 
     seed()
     expected = draws()
@@ -449,8 +451,9 @@ def test_restarted_trace_leaves_the_generators_of_the_host(verify: bool):
 
 def test_cached_second_normal_of_numpy_is_seen():
     np.random.randn(1)  # numpy draws a pair, and the second call changes nothing but the cache
+    port = tpuport.convert(lambda x: x * float(np.random.randn(1)[0]), verify=False)
     with pytest.raises(PortError, match="numpy's global random state"):
-        tpuport.convert(lambda x: x * float(np.random.randn(1)[0]), verify=False)(torch.zeros(8))
+        port.apply({}, {}, jax.random.key(0), torch.zeros(8))
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -467,9 +470,9 @@ def test_numbers_from_a_state_that_the_code_sets_are_the_hosts(verify):
         np.random.set_state(numpy_state)
         return y
 
-    seed()
+    port = tpuport.convert(program, verify=verify)
     with pytest.raises(PortError, match="TPU404"):  # the first number is drawn from the state
-        tpuport.convert(program, verify=verify)(torch.ones(8))
+        port.apply({}, {}, jax.random.key(0), torch.ones(8))
     random.seed(3)
     np.random.seed(3)
     expected = 2 * random.random() + np.random.rand()
@@ -490,11 +493,11 @@ def test_generators_of_a_module_are_left_by_a_refused_call():
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.numpy, self.old = np.random.default_rng(0), np.random.RandomState(0)
-            self.python = random.Random(0)
+            self.held = [np.random.default_rng(0), np.random.RandomState(0), random.Random(0)]
 
         def forward(self, x):
-            return x * (self.numpy.random() + self.old.rand() + self.python.random())
+            numpy, old, python = self.held
+            return x * (numpy.random() + old.rand() + python.random())
 
     refused, plain = Holder(), Holder()
     for verify in (True, False):

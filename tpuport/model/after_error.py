@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from tpuport.model.parity.verify import host_arguments, in_eager
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.keys import next_key
+from tpuport.tracing.guards import host_randomness
 
 # Memory that ran out, or a device that failed, is no error of the code; nor is a signal to trace
 # again.
@@ -72,20 +74,34 @@ def follow(ported: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, An
     before, edits = ported._tracer, ported._edits
     ported._edits = None  # so that the copy is a new one
     module = ported.module
-    numbers = SameNumbers(call.key)
+    numbers = SameNumbers.of(call)
     given = host_arguments((call.args, call.kwargs), numbers)
     function = call.tracer.method(module, method)
+    drawn: list[host_randomness.States] = []
     try:
         with call.tracer.outside(method).left_alone(), in_eager(call, numbers):
-            function(*given[0], **given[1])
+            with _left_to(call, drawn):
+                function(*given[0], **given[1])
     except Exception:
         ported._take_edits()
+        for states in drawn:
+            states.restore()
     else:  # only the program raises
         ported._tracer, ported._edits = before, edits
         return
     if edits is None:
         ported._edits = None
     _write_arguments((args, kwargs), given)
+
+
+@contextlib.contextmanager
+def _left_to(call: Call, drawn: list[host_randomness.States]) -> Iterator[None]:
+    """Add to a list the states in which the block leaves the host's generators."""
+    try:
+        yield
+    finally:
+        if call.draws_on_host:
+            drawn.append(call.host.now())
 
 
 def repeat(
@@ -97,13 +113,15 @@ def repeat(
 ) -> None:
     """Run a call that raises in eager PyTorch, on a module and arguments that it may write to."""
     call = _newest(ported, method, args, kwargs)
-    with contextlib.suppress(Exception), in_eager(call, SameNumbers(call.key)):
+    with contextlib.suppress(Exception), in_eager(call, SameNumbers.of(call)):
         call.tracer.method(module, method)(*args, **kwargs)
 
 
 def _newest(ported: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     key = next_key() if ported._last_key is None else ported._last_key
-    return Call.of(ported, method, args, kwargs, key)
+    call, program = Call.of(ported, method, args, kwargs, key), ported._last_program
+    tape = None if program is None else program.tape
+    return call if tape is None or tape.before is None else replace(call, host=tape.before)
 
 
 def _write_arguments(args: Any, left: Any) -> None:

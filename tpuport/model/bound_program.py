@@ -184,7 +184,12 @@ def _suits(ported: "PortedState", compiled: CachedProgram) -> bool:
     outcome = compiled.outcome
     changes = outcome.argument_changes is not None or outcome.python_changes is not None
     return not (
-        changes or outcome.host_paths or outcome.placed or compiled.writes or ported._is_placed
+        compiled.tape
+        or changes
+        or outcome.host_paths
+        or outcome.placed
+        or compiled.writes
+        or ported._is_placed
     )
 
 

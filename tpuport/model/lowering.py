@@ -53,7 +53,8 @@ def lower(
     state = ported._values()
     with compile_times(ported.report):
         compiled, _ = ported._program_for(method, state, call, is_call=False)
-        lowered = compiled.run.lower(compiled.picked(state), unused_key(), call.values)
+        values = [*call.values, *([] if compiled.tape is None else compiled.tape.taken)]
+        lowered = compiled.run.lower(compiled.picked(state), unused_key(), values)
         return Lowered(ported, compiled, lowered)
 
 
@@ -76,7 +77,9 @@ def shapes_of(
 
     def pure(state: Any, key: Any, values: Any) -> Any:
         request = TraceRequest(
-            method, stacked_params.unstack(state), key, values, call.metas, call.spec, checks=False
+            *(method, stacked_params.unstack(state), key, values, call.metas, call.spec),
+            checks=False,
+            draws=True,  # of what is drawn before a call, it takes the shapes only
         )
         held["outcome"] = ported._tracer.trace(request)
         return held["outcome"].out_leaves

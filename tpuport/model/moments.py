@@ -27,7 +27,7 @@ def refuse_moments(made: CachedProgram, trace: Callable[[], CachedProgram]) -> N
         return
     with at_another_time():
         again = trace()
-    is_same = _values(made) == _values(again) and _is_same_program(made, again, trace)
+    is_same = is_same_program(made, again, trace)
     release(again.outcome)
     if not is_same:
         raise of_a_moment(
@@ -37,9 +37,18 @@ def refuse_moments(made: CachedProgram, trace: Callable[[], CachedProgram]) -> N
         )
 
 
-def _is_same_program(
+def is_same_program(
     made: CachedProgram, again: CachedProgram, trace: Callable[[], CachedProgram]
 ) -> bool:
+    """Return whether a second trace, under other conditions, has made the same program.
+
+    Args:
+        made: the program of the first trace.
+        again: that of the second.
+        trace: traces it once more, under the conditions of the first.
+    """
+    if _values(made) != _values(again):
+        return False
     if made.run.same(again.run):
         return True
     # Derivative rules that hold tensors never compare as equal, whatever the time. Then the rest of

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.foundation.pytree.sealed import apart
 from tpuport.generation import generate
-from tpuport.model import after_error, lowering, pure, report_builder, unread_arguments
+from tpuport.model import after_error, drawn, lowering, pure, report_builder, unread_arguments
 from tpuport.model.bound_program import BoundProgram, bind, call_part, kinds_of
 from tpuport.model.moments import refuse_moments
 from tpuport.model.options import ConvertOptions
@@ -203,7 +204,7 @@ class PortedModel(PortedState):
         """Find or compile the program for a call, and collect its inputs."""
         leaves, given = self._flattened(args, kwargs)
         state = self._values()
-        compiled, is_new = self._program_for(method, state, given, is_call=True)
+        compiled, is_new, given = drawn.program_for(self, method, state, given)
         arguments.refuse_offsets(leaves, given.paths, compiled.outcome.placed)
         timing = compile_times(self.report) if is_new else contextlib.nullcontext()
         key = fresh_key() if compiled.outcome.uses_key else unused_key()
@@ -541,7 +542,8 @@ class PortedModel(PortedState):
         self, signature: Signature, state: dict[str, Any], given: CallArguments
     ) -> CachedProgram:
         self._refuse_meta(state)
-        compiled, hoisted = self._traced(signature, state, given)
+        plan = functools.partial(self._tracer.plan_for, signature.method, given.spec)
+        compiled, hoisted = drawn.settled(plan, lambda: self._traced(signature, state, given))
         refuse_moments(compiled, lambda: self._traced(signature, state, given)[0])
         report_builder.record(self.report, compiled.outcome, hoisted.tensors(compiled.run.hoisted))
         release(compiled.outcome)
@@ -566,6 +568,7 @@ class PortedModel(PortedState):
                 *(concrete, known),
                 wide=True,
                 lengths=given.lengths,
+                draws=True,
             )
             outcome = self._tracer.trace(request)
             placed = self._placement.state(outcome.state)
@@ -585,12 +588,14 @@ class PortedModel(PortedState):
                 state, unused_key(), given.values
             )
         closed = self._tracer.finished(closed, held["outcome"].trace)
+        closed, tape = drawn.with_draws(closed, held["outcome"].trace)
         name = f"{self.report.model}_{signature.method}"
         run = JittedProgram(closed, shape, name, place=self._placement.constants)
         baked = {name: state[name] for name in held["outcome"].baked}
         names = sorted(state)  # as `jax.tree.leaves` orders the state that was traced
         writes = bool(held["outcome"].mutated)
-        return CachedProgram(run, held["outcome"], signature, names, baked, writes), hoisted
+        made = CachedProgram(run, held["outcome"], signature, names, baked, writes, tape=tape)
+        return made, hoisted
 
     def _version_of_state(self) -> int:
         """Return a number that tells apart states which need other programs."""

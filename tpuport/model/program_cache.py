@@ -56,6 +56,7 @@ class CachedProgram:
         unread: by that order, those that its code does not look at.
         read: those that it does, or that nobody can tell.
         was_applied: whether a call has applied what it changes in Python state.
+        tape: what is drawn on the host before each call; None if nothing is.
     """
 
     run: "JittedProgram"
@@ -69,6 +70,7 @@ class CachedProgram:
     unread: set[int] = field(default_factory=set)
     read: set[int] = field(default_factory=set)
     was_applied: bool = False
+    tape: Any = None
 
     def changed(self, state: dict[str, Any]) -> str | None:
         """Say why the program is wrong for a state or for what is outside; None if it is right."""
@@ -110,6 +112,10 @@ class ProgramCache(dict[Signature, CachedProgram]):
                 return
             made = made.older
         made.older = None
+
+    def drop(self, made: CachedProgram) -> None:
+        """Remove a program, and the older ones of its signature."""
+        self.pop(made.signature, None)
 
 
 class VerifyAgain(Exception):

@@ -57,6 +57,7 @@ def fitting(
         known
         for known in programs
         if (known.signature.method, known.form[0]) == (signature.method, key)
+        and known.tape is None
         and known.signature.key[1:] == signature.key[1:]
     ]
     read = set().union(*(known.read for known in alike))

@@ -44,7 +44,7 @@ class HostRandomness(Rule):
     only where the key is an argument of the program: `torchax.interop.jax_jit` and
     `tpuport.convert` do that, a bare `jax.jit` does not. `tpuport.convert` also draws single
     numbers of `random` and `numpy.random` so (`random.random()`, `np.random.uniform(a, b)`),
-    and items by `random.choice`.
+    and items by `random.choice`; a call of its port draws all else on the host before each call.
 
     ## Fix safety
     There is no automatic fix: other numbers change the result. Draw on the device of an input

@@ -42,6 +42,8 @@ class Shim:
     REASON: ClassVar[str]
     REFERENCE: ClassVar[str] = ""
     MODULE: ClassVar[str] = "torch"
+    # Whether it is for a trace with numbers that are drawn on the host before each call only.
+    FOR_DRAWS: ClassVar[bool] = False
     # Options of `porting()` that configure it.
     OPTIONS: ClassVar[tuple[str, ...]] = ()
 

@@ -40,13 +40,13 @@ def first_difference(verifier: Verifier, call: Call) -> Divergence | None:
     """
     if call.module is None:
         return None
-    numbers, exact = SameNumbers(call.key), Float64()
+    numbers, exact = SameNumbers.of(call), Float64()
     expected: Outputs = []
     truth: Outputs = []
     with host_randomness.restored([call.module, call.args, call.kwargs]):
         verifier.run(call, numbers, on_module=lambda m: _record(m, expected, to_torch))
         if not verifier.why_no_float64:
-            numbers = SameNumbers(call.key)
+            numbers = SameNumbers.of(call)
             verifier.run(call, numbers, exact, on_module=lambda m: _record(m, truth, exact.value))
     got = _of_port(call)
     return None if got is None else _compare(verifier, expected, truth or expected, got)

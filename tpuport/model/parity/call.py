@@ -1,6 +1,6 @@
 """One call of a ported model, with all that eager PyTorch needs to repeat it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.clone import clone_module
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.tensor import TracedTensor, wrap
+from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.tracer import Tracer
 
@@ -30,6 +31,7 @@ class Call:
         tracer: The model's `Tracer` then, with its dtype policy.
         trainable: Whether gradients are compared.
         in_grad_mode: Whether autograd records where the call is made.
+        host: The states of the host's global generators.
     """
 
     method: str
@@ -41,6 +43,12 @@ class Call:
     tracer: Tracer
     trainable: bool = False
     in_grad_mode: bool = False
+    host: "host_randomness.States" = field(default_factory=lambda: host_randomness.States([]))
+
+    @property
+    def draws_on_host(self) -> bool:
+        """Return whether Python draws its random numbers itself."""
+        return self.method in self.tracer.drawing
 
     @classmethod
     def of(
@@ -61,6 +69,7 @@ class Call:
         return cls(
             *(method, given, named, key, state, module, tracer, trainable),
             in_grad_mode=torch.is_grad_enabled(),
+            host=host_randomness.States([module]),
         )
 
     def values(self) -> dict[str, Any]:

@@ -244,7 +244,7 @@ class Judge:
         return dataclasses.replace(record, eager_error=eager, port_error=port, rounding=share)
 
     def _run(self, *modes: Any) -> "Reference":
-        return self._verifier.run(self._call, SameNumbers(self._call.key), *modes)
+        return self._verifier.run(self._call, SameNumbers.of(self._call), *modes)
 
     def _values(self, mode: Any, *modes: Any) -> dict[str, Any]:
         """Run eager PyTorch; return its values by the paths of their comparison.

@@ -36,6 +36,13 @@ class SameNumbers(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    @classmethod
+    def of(cls, call: Any) -> "SameNumbers":
+        """Return the mode for a run of a `Call` in eager PyTorch."""
+        made = cls(call.key)
+        made.draws_on_host = call.draws_on_host
+        return made
+
     def __init__(self, key: jax.Array) -> None:
         super().__init__()
         self.keys = KeyStream(key)

@@ -71,6 +71,8 @@ class Sampler:
             given: Its arguments after it.
             started: When it began. Its time counts: it went the general way of a call.
         """
+        if call.draws_on_host:  # another thread would set the generators meanwhile
+            return
         self._next = float("inf")  # one at a time
         after, found = self._verifier.ported._values(), kept((out, given))
         spent = time.monotonic() - started
@@ -97,7 +99,7 @@ class Sampler:
     def _records(self, call: Call, found: Any, after: Any) -> list[Parity]:
         # Not `reference`: it restores the host's random numbers, which the program draws meanwhile.
         self._verifier.saves = self._verifier.ported._verifier.saves
-        expected = self._verifier.seen(call, SameNumbers(call.key))
+        expected = self._verifier.seen(call, SameNumbers.of(call))
         out, given = found
         places = outputs(expected, out, given) + buffers(call, expected, after)
         return self._verifier.check(call, expected, places)

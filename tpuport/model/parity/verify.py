@@ -100,6 +100,8 @@ def in_eager(call: Call, *modes: Any, saves: bool = True) -> Iterator[None]:
         stack.enter_context(installed((*patches, *drawn)))
         for mode in modes:
             stack.enter_context(mode)
+        if call.draws_on_host:
+            stack.enter_context(host_randomness.at(call.host))
         stack.enter_context(torch.set_grad_enabled(call.trainable or call.in_grad_mode))
         if not (call.trainable or saves):
             stack.enter_context(without_saved_tensors())
@@ -188,8 +190,7 @@ class Verifier:
                         found = None
             if found is None:
                 self.outside.restore()
-                with host_randomness.restored([call.module, call.args, call.kwargs]):
-                    found = self.seen(call, SameNumbers(call.key), *watch)
+                found = self._with_numbers(call, *watch)
             self.changed_outside = before.changed()
             # What is filled at its first use, with a flag that says so, stays; a trace tells.
             refusal = None if self.changed_outside else self.outside.refusal()
@@ -197,6 +198,20 @@ class Verifier:
                 self.outside.restore()
                 raise refusal
         return found
+
+    def _with_numbers(self, call: Call, *watch: Any) -> Reference:
+        """Run eager PyTorch with the random numbers of the port.
+
+        Where it draws from the host's generators what no key gives, all of Python's numbers are
+        those of the host.
+        """
+        with host_randomness.restored([call.module, call.args, call.kwargs]) as states:
+            found = self.seen(call, SameNumbers.of(call), *watch)
+            if states.drawn() is None or call.draws_on_host:
+                return found
+        call.tracer.drawing.add(call.method)
+        self.outside.restore()
+        return self._with_numbers(call, *watch)
 
     @contextlib.contextmanager
     def writes_restored(self) -> Iterator[None]:
@@ -224,7 +239,7 @@ class Verifier:
 
         `on_module` is called with the copy of the module that runs.
         """
-        numbers = next((m for m in modes if isinstance(m, SameNumbers)), SameNumbers(call.key))
+        numbers = next((m for m in modes if isinstance(m, SameNumbers)), SameNumbers.of(call))
         module = None
         function: Callable[..., Any] = self.target  # type: ignore[assignment]
         if call.module is not None:

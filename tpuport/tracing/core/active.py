@@ -22,6 +22,8 @@ class Attempts(Protocol):
     draws_on_host: bool
     chooses: bool
     apart: set[str]
+    drawn_arrays: set[tuple[str, int]]
+    varying: set[str]
     loops: dict[Any, Any]
     branching: set[str]
     whole: bool
@@ -39,6 +41,7 @@ class Decider(Protocol):
     """The part of `path_explorer.Explorer` that modules below it use."""
 
     branches: dict[str, str]
+    calls: list[str]
     units: list[Any]
 
     @property

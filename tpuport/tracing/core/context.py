@@ -171,6 +171,8 @@ class Recorder:
         block: The block that is traced for its family, and the name of the family.
         text: The line that last made text of a traced value.
         hosts: What the report says of the functions that run on the host.
+        tapes: What is drawn on the host before each call: one tape at most.
+        may_tape: Whether another attempt may have a tape.
     """
 
     counters: "Counters" = field(default_factory=lambda: Counters())
@@ -181,6 +183,8 @@ class Recorder:
     block: tuple[str, str] | None = None
     text: str | None = None
     hosts: list[Any] = field(default_factory=list)
+    tapes: list[Any] = field(default_factory=list)
+    may_tape: bool = False
 
     def scope_of(self, name: str) -> str:
         """Return the scope that a module's instructions are named after in the compiled program."""
@@ -407,11 +411,11 @@ class Trace:
     @property
     def draws(self) -> list[int | jax.Array]:
         """Return how often each stream has been drawn from."""
-        return [stream.count for stream in self.streams]
+        return [stream.count for stream in (*self.streams, *self.recorder.tapes)]
 
     @draws.setter
     def draws(self, counts: Sequence[int | jax.Array]) -> None:
-        for stream, count in zip(self.streams, counts, strict=True):
+        for stream, count in zip((*self.streams, *self.recorder.tapes), counts, strict=True):
             stream.count = count
 
     def next_key(self, generator: torch.Generator | None) -> jax.Array:
@@ -478,6 +482,9 @@ class Trace:
         return value
 
     def _constant(self, tensor: torch.Tensor) -> jax.Array:
+        for tape in self.recorder.tapes:
+            if tape.has(tensor):
+                return tape.in_program(tensor)._elem
         # Tensors made under inference_mode do not count their writes.
         counted = None if tensor.is_inference() else tensor._version
         known = self.constants.get(id(tensor))
@@ -543,8 +550,10 @@ class Trace:
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
             empty: Any = torch.empty(0, dtype=tensor.dtype)
             flat = empty.set_(tensor.untyped_storage(), 0, (count,))
-            with jax.ensure_compile_time_eval():
-                storage = Storage(int64.of_host(flat), None)
+            drawn = [tape for tape in self.recorder.tapes if tape.has(tensor)]
+            with contextlib.nullcontext() if drawn else jax.ensure_compile_time_eval():
+                value = drawn[0].whole(tensor)._elem if drawn else int64.of_host(flat)
+                storage = Storage(value, None)
             storage.stride, storage.trace = flat.stride(), self
             # It is as old as the host tensor: foreign ones are the oldest.
             number, _ = self.made.get(key, (-1, None))

@@ -37,6 +37,7 @@ class RestartTrace(BaseException):
         host_state: bool = False,
         watch_draws: bool = False,
         draws_on_host: bool = False,
+        records_draws: bool = False,
     ) -> None:
         super().__init__("trace again")
         # A bare `except` in the user's code must not turn it into another path of the program.
@@ -45,7 +46,7 @@ class RestartTrace(BaseException):
             trace.recorder.restart = trace.recorder.restart or self
         self.site, self.explore, self.host_state = site, explore, host_state
         self.within, self.watch_draws, self.apart = within, watch_draws, apart
-        self.draws_on_host = draws_on_host
+        self.draws_on_host, self.records_draws = draws_on_host, records_draws
 
 
 @dataclass
@@ -60,7 +61,10 @@ class SpeculationLog:
     concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
     became state. `watch_draws` says whether to find the line that draws from a host's generator,
     `draws_on_host` whether Python's numbers are its own, as the code sets the state that they come
-    from, `chooses` whether numbers within narrow bounds are explored one by one where Python needs
+    from. `records_draws` says whether its numbers and numpy's are drawn before each call, where a
+    program can have such arguments. `drawn_arrays` are the lines that make the arrays which are
+    shuffled in place, `varying` those whose numbers and sizes depend on what is drawn. `chooses`
+    says whether numbers within narrow bounds are explored one by one where Python needs
     one. `loops` are the loops over a range that were met, with how a round changes their variables,
     or a text that says why not in one way. `branching` are those (file:line) whose rounds branch on
     traced values, so that each would be another path. `whole` says that such a loop has to be one
@@ -75,6 +79,9 @@ class SpeculationLog:
     host_state: bool = False
     watch_draws: bool = False
     draws_on_host: bool = False
+    records_draws: bool = False
+    drawn_arrays: set[tuple[str, int]] = field(default_factory=set)
+    varying: set[str] = field(default_factory=set)
     chooses: bool = False
     numbers: set[str] = field(default_factory=set)
     loops: dict[Any, Any] = field(default_factory=dict)
@@ -124,6 +131,7 @@ class SpeculationLog:
         self.host_state = self.host_state or restart.host_state
         self.watch_draws = self.watch_draws or restart.watch_draws
         self.draws_on_host = self.draws_on_host or restart.draws_on_host
+        self.records_draws = self.records_draws or restart.records_draws
 
     def is_new(self, code: CodeType, line: int, column: int | None = None) -> bool:
         """Return whether a line has not been rewritten yet, or not in all functions with its code.

@@ -16,6 +16,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.host_tape import current_tape
 from tpuport.tracing.core.row_list import RowList
 from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
@@ -100,6 +101,9 @@ def _numpy(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
     rest = {k: v for k, v in kwargs.items() if k in ("dtype",)}
+    tape = current_tape()
+    if tape is not None and tape.takes(data):
+        return tape.record(func, (data,), rest)
     if isinstance(data, RowList):
         data = _rows_of(data, rest.get("dtype"))
     if isinstance(data, torch.Tensor):

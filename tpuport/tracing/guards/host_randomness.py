@@ -1,11 +1,13 @@
 """Random generators of the host: restored after tracing, and refused if the trace drew from one."""
 
 import contextlib
+import copy
 import functools
 import random
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -15,8 +17,10 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.user_frames import is_inside
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.host_tape import Tape
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.state.held_generators import HeldHostGenerator
 
 _NUMPY = (np.random.Generator, np.random.RandomState)
 GENERATORS = (*_NUMPY, random.Random, torch.Generator)
@@ -61,6 +65,8 @@ def _sources(roots: list[Any]) -> list[Any]:
         ]
 
     found = pytree.walk(roots, parts)
+    # What stands for one draws from that, which is among the roots.
+    found = [value for value in found if type(value) is not HeldHostGenerator]
     return [value for value in found if isinstance(value, GENERATORS)]
 
 
@@ -91,7 +97,7 @@ def _comparable(state: Any) -> Any:
     return state.tobytes() if isinstance(state, np.ndarray) else state
 
 
-class _States:
+class States:
     """The states of the host's generators at one time."""
 
     def __init__(self, roots: list[Any]) -> None:
@@ -105,6 +111,16 @@ class _States:
             None,
         )
 
+    def renew(self) -> None:
+        """Take the states of now."""
+        self.before = [(one, one.state()) for one, _ in self.before]
+
+    def now(self) -> "States":
+        """Return the states of the same generators of now."""
+        made = copy.copy(self)
+        made.renew()
+        return made
+
     def restore(self) -> str | None:
         """Restore each generator that was drawn from, and return the name of the first."""
         drawn = None
@@ -116,9 +132,20 @@ class _States:
 
 
 @contextlib.contextmanager
-def restored(roots: list[Any]) -> Iterator[_States]:
+def at(before: "States") -> Iterator[None]:
+    """Draw in the block what could be drawn at another time, and set the states of now after it."""
+    now = before.now()
+    before.restore()
+    try:
+        yield
+    finally:
+        now.restore()
+
+
+@contextlib.contextmanager
+def restored(roots: list[Any]) -> Iterator[States]:
     """Restore after the block the host's generators: global ones, and those that `roots` hold."""
-    states = _States(roots)
+    states = States(roots)
     try:
         yield states
     finally:
@@ -137,7 +164,7 @@ def _first(bits: int) -> int:
 class _Watch:
     """A trace function of Python that finds the line of the user's code that draws first."""
 
-    def __init__(self, states: _States) -> None:
+    def __init__(self, states: States) -> None:
         self._states = states
         self._lines: dict[FrameType, int] = {}
         self.site: tuple[str, int] | None = None
@@ -175,43 +202,89 @@ def _is_library(file: str) -> bool:
     return is_made or is_inside(file)
 
 
+_ELSEWHERE = (
+    "; in code that is not yours: .eval() if it draws in training only, or `tpuport run --eager"
+    " NAME`, which leaves that class to eager PyTorch"
+)
+_DRAWN_BEFORE = (
+    "draw them with torch (torch.rand, torch.randint), by the functions of `random` and"
+    " `numpy.random`, or from a generator that an attribute of the module is: a ported model makes"
+    " these fresh at each call; or pass the torch.Generator as an argument" + _ELSEWHERE
+)
+_DRAWN_IN_PROGRAM = (
+    "draw them with torch (torch.rand, torch.randint), which a ported model makes fresh at each"
+    " call; also one number at a time (random.random(), np.random.uniform(a, b),"
+    " random.choice(items)); or draw before the call, and pass what was drawn as an argument: only"
+    " a call of the ported model itself makes other draws before it" + _ELSEWHERE
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How a trace may draw from the host's generators.
+
+    Attributes:
+        plan: says whether to look for the line that draws, which takes time.
+        tapes: the tape of the trace, if it has one.
+        can_record: whether another attempt may have one.
+    """
+
+    plan: SpeculationLog
+    tapes: Sequence[Tape]
+    can_record: bool
+
+
+class _BesideTapes:
+    """What is drawn by calls that are not on a tape."""
+
+    def __init__(self, states: States, tapes: Sequence[Tape]) -> None:
+        self.states = states
+        self.drawn: str | None = None
+        for tape in tapes:
+            tape.around = self._step
+
+    @contextlib.contextmanager
+    def _step(self) -> Iterator[None]:
+        self.drawn = self.drawn or self.states.drawn()
+        yield
+        self.states.renew()
+
+
 @contextlib.contextmanager
-def unchanged(roots: list[Any], plan: SpeculationLog) -> Iterator[None]:
+def unchanged(roots: list[Any], how: Drawn) -> Iterator[None]:
     """Refuse a trace, run inside the block, that draws from a generator of the host.
 
     The generators are restored: what runs next, another attempt or eager code, draws the numbers
-    that eager code would have drawn here.
+    that eager code would have drawn here. What is on a tape may be drawn.
 
     Args:
         roots: the module and the arguments, which may refer to generators; the global generators
             are watched in any case.
-        plan: says whether to look for the line that draws, which takes time.
+        how: what the trace may draw.
 
     Raises:
-        RestartTrace: the trace drew from one, and the line is not known.
+        RestartTrace: the trace drew from one, and another attempt can tell more.
         PortError: the trace drew from one.
     """
-    states = _States(roots)
-    watch = _Watch(states)
+    states, plan = States(roots), how.plan
+    beside = _BesideTapes(states.now(), how.tapes)
+    watch = _Watch(beside.states)
     try:
         with watch.watching() if plan.watch_draws else contextlib.nullcontext():
             yield
+        drawn = beside.drawn or beside.states.drawn()
     finally:
-        drawn = states.restore()
+        states.restore()
+    for tape in how.tapes:
+        tape.refuse_unbalanced()
     if drawn is not None and not plan.watch_draws:
-        raise RestartTrace(watch_draws=True)
+        is_on_tape = not how.can_record or plan.records_draws
+        raise RestartTrace(watch_draws=is_on_tape, records_draws=not is_on_tape)
     if drawn is not None:
         raise port_error(
             f"the function drew random numbers from {drawn} while it was traced;"
             " they would be the same at every call",
             code="TPU404",
-            remedy=(
-                "draw them with torch (torch.rand, torch.randint), which a ported model makes"
-                " fresh at each call; `tpuport.convert` also draws one number at a time so"
-                " (random.random(), np.random.uniform(a, b), random.choice(items)); or pass the"
-                " torch.Generator as an argument; in code that is not yours: .eval() if it draws in"
-                " training only, or `tpuport run --eager NAME`, which leaves that class to eager"
-                " PyTorch"
-            ),
+            remedy=_DRAWN_BEFORE if how.can_record else _DRAWN_IN_PROGRAM,
             place="{}:{}".format(*watch.site) if watch.site else None,
         )

@@ -7,6 +7,7 @@ import torch
 from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.foundation.pytree.tensor_classes import as_class, is_class_of_tensors
 from tpuport.tracing.core.context import current
+from tpuport.tracing.core.host_tape import current_tape
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.tensor_classes import refused
 from tpuport.tracing.core.transforms import is_transformed
@@ -34,6 +35,9 @@ class TensorSubclass(Shim):
         # Named arguments would have to be those of torch.compile's own version of a function.
         def new(*args: Any, **kwargs: Any) -> torch.Tensor:
             cls, *given = args
+            tape = current_tape()
+            if tape is not None and cls is torch.Tensor and tape.takes(given):
+                return tape.record(torch.Tensor, given)
             if _is_left(cls, *given):
                 return eager_new(cls, *given, **kwargs)
             is_tensor = len(given) == 1 and isinstance(given[0], torch.Tensor) and not kwargs

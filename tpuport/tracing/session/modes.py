@@ -26,6 +26,7 @@ from tpuport.tracing.functions import (  # noqa: F401 - the modules of functions
     sizes,
 )
 from tpuport.tracing.functions.registry import FUNCTIONS
+from tpuport.tracing.session import taped_ops
 from tpuport.tracing.session.interrupts import INTERRUPTS
 
 aten = torch.ops.aten
@@ -57,6 +58,12 @@ class DispatchMode(TorchDispatchMode):
         if INTERRUPTS.pending:
             INTERRUPTS.raise_pending()
         kwargs = kwargs or {}
+        if self.trace.recorder.tapes:
+            taken = taped_ops.run(self.trace, func, args, kwargs)
+            if taken.is_done:
+                return taken.result
+            args, kwargs = taken.args, taken.kwargs
+            types = (*types, *map(type, flat(args, kwargs)))
         info = op_info(func)
         if needs_dispatch(self.trace, func, types, args, kwargs):
             result = dispatch(func, args, kwargs)
@@ -162,6 +169,8 @@ class FunctionMode(TorchFunctionMode):
             refuse_measured(given)
         # torch names its public function, which may be one that somebody put around it.
         handler = FUNCTIONS.get(func) or FUNCTIONS.get(getattr(func, "__wrapped__", None))
+        has_tape = self.trace.recorder.tapes
+        handler = taped_ops.reader(func, handler) if has_tape else handler
         if handler is not None and not _is_transformed(args, kwargs):
             result = handler(self.trace, func, args, kwargs or {})
             if result is not NotImplemented:

@@ -13,6 +13,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.host_tape import Opaque
 from tpuport.tracing.core.measured_time import MEASURED, lasting
 from tpuport.tracing.core.storage import Flow, Storage
 from tpuport.tracing.core.tensor import SHOWN, TracedTensor, flow_seen, meta_of
@@ -75,6 +76,12 @@ def refuse_passing(trace: Trace, result: pytree.TreeSpec, state: StateTree | Non
     for name, value in _held(result, state):
         if isinstance(value, MEASURED):
             raise lasting(f"{name} holds", value)
+        if isinstance(value, Opaque):
+            raise port_error(
+                f"{name} holds a state of the host's generators",
+                code="TPU404",
+                remedy="set it again within the call, or ask for it outside of it",
+            )
 
 
 def _held(result: pytree.TreeSpec, state: StateTree | None) -> Iterator[tuple[str, Any]]:

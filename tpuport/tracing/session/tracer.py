@@ -31,6 +31,7 @@ from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_policy
+from tpuport.tracing.core.host_tape import Tape, draw_read, reads_draw
 from tpuport.tracing.core.measured_time import HELD
 from tpuport.tracing.core.placement import NOWHERE, Placement
 from tpuport.tracing.core.reentrancy import SWAPS
@@ -50,7 +51,7 @@ from tpuport.tracing.guards.stand_ins import stood_in
 from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
-from tpuport.tracing.session import state_left
+from tpuport.tracing.session import state_left, taped_ops
 from tpuport.tracing.session.activate import active
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
@@ -69,7 +70,7 @@ from tpuport.tracing.session.program_io import (
 )
 from tpuport.tracing.session.seen_types import seen_in
 from tpuport.tracing.state import overlaps
-from tpuport.tracing.state.held_generators import hold_generators
+from tpuport.tracing.state.held_generators import hold_generators, hold_host_generators
 from tpuport.tracing.state.module_state import (
     StateTree,
     forget_random_states,
@@ -108,6 +109,8 @@ class Tracer:
     numbers: set[str] = field(default_factory=set)
     # Methods that are refused if a loop with growing tensors is not one loop of the program.
     whole: set[str] = field(default_factory=set)
+    # Methods whose random numbers Python draws before each call, where it draws any.
+    drawing: set[str] = field(default_factory=set)
     rewrites: dict[Any, live.LiveRewrite] = field(default_factory=dict)
     sites: dict[Any, set[live.Site]] = field(default_factory=dict)
     rewrite_seconds: float = 0.0
@@ -181,6 +184,8 @@ class Tracer:
             try:
                 with outside.left_alone() as run, seen_in(outside.code.types.values()):
                     outcome = self._attempt(request, outside)
+                if any(outcome.trace.recorder.tapes):
+                    self.drawing.add(request.method)
                 if not run.changed:
                     outcome.trace.recorder.guards.python = run.before
                     return outcome
@@ -211,6 +216,8 @@ class Tracer:
         """
         if isinstance(error, PortError):
             needs, found = error.code in NEEDS_VALUE, self._placed(error, request.method)
+        elif reads_draw(error):
+            needs, found = False, self._placed(draw_read(error), request.method)
         elif not self.dynamic or isinstance(error, UsageError):
             raise error
         else:
@@ -256,7 +263,9 @@ class Tracer:
         """Return what is known of calls of a method with arguments of one structure."""
         shared: dict[str, Any] = {"tried": self.tried, "alone": self.alone, "numbers": self.numbers}
         shared["whole"] = method in self.whole
-        return self.plans.setdefault((method, spec.key), SpeculationLog(**shared))
+        plan = self.plans.setdefault((method, spec.key), SpeculationLog(**shared))
+        plan.records_draws |= method in self.drawing
+        return plan
 
     def _learn(self, restart: RestartTrace) -> None:
         self.plan.learn(restart)
@@ -298,6 +307,9 @@ class Tracer:
         )
         keys = KeyStream(request.key) if request.key is not None else None
         trace = Trace(keys, options)
+        if self.plan.records_draws and request.draws:
+            trace.recorder.tapes.append(Tape())
+        trace.recorder.may_tape = request.draws and not trace.recorder.tapes
         trace.explorer = Explorer(trace, self.plan)
         trace.outside_values = outside.snapshot
         inference, nothing = torch.is_inference_mode_enabled(), contextlib.nullcontext()
@@ -314,7 +326,7 @@ class Tracer:
             stood_in(outside.code, advances_iterator, HELD),
             live.swapped(list(self.rewrites.values())),
             nothing if self.fallback is None else self.fallback.swapped(),
-            installed(self.patches),
+            installed(p for p in self.patches if trace.recorder.tapes or not p.FOR_DRAWS),
             active(trace),
             torch.inference_mode() if inference else nothing,
         ):
@@ -360,12 +372,15 @@ class Tracer:
         assert explorer is not None
         if self.hooked is not None and self.master is not None:
             values = self.hooked(trace, dict(torch.nn.Module.named_parameters(self.master)), values)
-        with host_randomness.unchanged([*roots, *outside.generators()], self.plan):
+        drawn = host_randomness.Drawn(self.plan, trace.recorder.tapes, request.draws)
+        held = [one for tape in trace.recorder.tapes for one in tape.held]
+        with host_randomness.unchanged([*roots, *outside.generators(), *held], drawn):
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
         trace.recorder.guards.refuse_writes(trace.is_foreign)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
+        taped_ops.hand_over(trace, after)
         # What a live module takes from outside, the script sees written, too.
         refuse_lost_effects(trace, after if graphs else tree, made, result)
         outcome = self._outcome(
@@ -427,6 +442,7 @@ class Tracer:
         cloner.stand_ins = HELD
         module = cloner.clone(self.master)
         note_copy(module)
+        hold_host_generators(module, self.master, trace.recorder.tapes)
         held = tree.leaves if self.held is None else self.held
         for name, leaf in tree.leaves.items():
             if name in traced:

@@ -1,15 +1,21 @@
 """Generators of random numbers that a module holds, and that a call of it seeds."""
 
-from typing import Any, Self
+import random
+import weakref
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import torch
 
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import KeyStream, Trace, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.host_tape import Tape
 from tpuport.tracing.core.keys import STAND_IN
+from tpuport.tracing.state.draw_forms import form_of
 
 _SEED_BITS = 0xFFFFFFFF
 _OF_STATE = {"get_state", "set_state", "graphsafe_get_state", "graphsafe_set_state"}
@@ -71,3 +77,69 @@ def hold_generators(module: torch.nn.Module) -> None:
         for name, value in vars(one).items():
             if isinstance(value, torch._C.Generator) and not isinstance(value, HeldGenerator):
                 vars(one)[name] = made.setdefault(id(value), HeldGenerator())
+
+
+@dataclass(frozen=True)
+class _HeldMethod:
+    """A method of a generator that an attribute of the module is, whenever it is called."""
+
+    tape: Tape
+    owner: str
+    attribute: str
+    name: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        holder = self.tape.module.get_submodule(self.owner)
+        return getattr(getattr(holder, self.attribute), self.name)(*args, **kwargs)
+
+
+class HeldHostGenerator:
+    """What stands for a generator of numpy or of `random` in a copy of a module.
+
+    It draws from that of the module itself, by the tape.
+    """
+
+    # No attributes: what the tape holds is no state of the module.
+    __slots__ = ("__weakref__",)
+    __module__ = "random"
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """Answer `isinstance` as the generator does."""
+        return _STANDS_FOR[self].kind
+
+    def __getattr__(self, name: str) -> Any:
+        tape, place, kind = _STANDS_FOR[self]
+        if name.startswith("__") or not callable(getattr(kind, name, None)):
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r} here")
+        family = random if issubclass(kind, random.Random) else np.random
+        form, method = form_of(family, name), _HeldMethod(tape, *place, name)
+        return lambda *args, **kwargs: form(tape, method, args, kwargs)
+
+
+class _StandsFor(NamedTuple):
+    tape: Tape
+    place: tuple[str, str]
+    kind: type
+
+
+_STANDS_FOR: weakref.WeakKeyDictionary[Any, _StandsFor] = weakref.WeakKeyDictionary()
+
+
+def hold_host_generators(
+    module: torch.nn.Module, master: torch.nn.Module, tapes: list[Tape]
+) -> None:
+    """Put stand-ins for generators of the host among the attributes of a copy of a module."""
+    kinds = (np.random.Generator, np.random.RandomState, random.Random)
+    held = [
+        (owner, name, value)
+        for owner, one in (master.named_modules() if tapes else ())
+        for name, value in vars(one).items()
+        if isinstance(value, kinds) and name in vars(module.get_submodule(owner))
+    ]
+    for tape in tapes:
+        tape.module, tape.held = master, [value for *_, value in held]
+        for owner, name, value in held:
+            made = HeldHostGenerator()
+            _STANDS_FOR[made] = _StandsFor(tape, (owner, name), type(value))
+            vars(module.get_submodule(owner))[name] = made

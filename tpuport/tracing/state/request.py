@@ -194,6 +194,7 @@ class TraceRequest:
         wide: Whether results keep their 64 bits, because the caller takes them out of jax. If not,
             they have the dtypes that other jax code expects.
         lengths: The arguments that are longer at each call; their count is the last leaf.
+        draws: Whether the program may have arguments that are drawn on the host before each call.
     """
 
     method: str
@@ -209,6 +210,7 @@ class TraceRequest:
     on_module: Callable[[Any], None] | None = None
     wide: bool = False
     lengths: Lengths | None = None
+    draws: bool = False
 
     @property
     def candidates(self) -> list[int]:
