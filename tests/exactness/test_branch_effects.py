@@ -150,8 +150,30 @@ def names_under_no_grad(x: torch.Tensor, m: torch.Tensor) -> Any:
     return a, c, d
 
 
+def a_container_or_a_new_one(x: torch.Tensor, m: torch.Tensor) -> Any:
+    """Write to what a name stands for on one side, and make another on the other side."""
+    given: Any = None
+    out = x.new_zeros(2)
+    for j in range(3):
+        if given is None or m[j]:
+            given = {"a": x[j], "inner": {"b": x[j] * 2}}
+        else:
+            for key in ("a",):
+                given[key] = given[key] * 3
+            given["inner"]["b"] = given["inner"]["b"] - 1
+        out = out + given["a"] * given["inner"]["b"]
+    pair = [x[0], {"c": x[1]}]
+    if m[1]:
+        pair[1] = {"c": x[2]}
+    else:
+        pair[0] = pair[0] * 2
+        pair[1]["c"] = pair[1]["c"] * 5
+    return out, pair[0], pair[1]["c"]
+
+
 FUNCTIONS = [
     names_under_no_grad,
+    a_container_or_a_new_one,
     one_of_two,
     a_row_or_another,
     the_same_twice,

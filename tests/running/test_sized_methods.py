@@ -1,5 +1,6 @@
 """Samplers under `porting()` that loop over sizes, seed a generator, and take a number."""
 
+import types
 from typing import Any
 
 import pytest
@@ -182,3 +183,41 @@ def test_a_method_whose_loop_cannot_be_traced_runs_as_it_is_written() -> None:
         made = model.sample(torch.ones(1, 4).cuda(), None)
     torch.testing.assert_close(made.cpu(), eager.sample(torch.ones(1, 4), None))
     assert scope.report.programs
+
+
+class Hub:
+    """A mixin that takes options where a class is defined, as huggingface_hub's does."""
+
+    card: str
+
+    def __init_subclass__(cls, *, card: str = "", **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.card = card
+
+
+def test_a_class_with_options_may_be_defined_in_a_block() -> None:
+    with tpuport.porting() as scope:
+
+        class Inside(torch.nn.Module, Hub, card="inside"):
+            def __init__(self) -> None:
+                super().__init__()
+                self.by = torch.nn.Parameter(torch.full((2,), 2.0))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * self.by
+
+            def twice(self, x: torch.Tensor) -> torch.Tensor:
+                return self.forward(self.forward(x))
+
+        with pytest.raises(TypeError, match="keyword arguments"):
+            types.new_class("Without", (torch.nn.Module,), {"card": "nobody takes it"})
+        x = torch.ones(2).cuda()
+        model = Inside().cuda()
+        made = [model(x).cpu(), model.twice(x).cpu()]
+    assert [y.tolist() for y in made] == [[2.0, 2.0], [4.0, 4.0]]
+    assert scope.report.programs
+
+    class Outside(Inside, card="outside"):
+        pass
+
+    assert (Inside.card, Outside.card) == ("inside", "outside")

@@ -45,10 +45,9 @@ class MethodProgram(Shim):
     REFERENCE = "the same call in eager PyTorch on the CPU, with which the first one is compared"
 
     def replacements(self) -> list[Replacement]:
-        original = torch.nn.Module.__init_subclass__
-
-        def announce(cls: type, **options: Any) -> None:
-            original(**options)
+        def announce(cls: type[torch.nn.Module], **options: Any) -> None:
+            # What follows in the class's own order may take options: a mixin of huggingface_hub.
+            super(torch.nn.Module, cls).__init_subclass__(**options)
             REPLACED.add(programs.METHODS, _named_methods(cls))
 
         made = [Replacement(torch.nn.Module, "__init_subclass__", classmethod(announce))]

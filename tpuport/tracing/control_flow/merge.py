@@ -197,11 +197,13 @@ def _align(sides: list[_Side], snapshot: Snapshot) -> None:
     """Make both sides give what either of them changed, if they differ in that."""
     if sides[0].spec.key == sides[1].spec.key:
         return
-    (a, ours), (b, theirs) = (side.result for side in sides)
-    sides[0].result = a, snapshot.aligned(ours, theirs)
-    sides[1].result = b, snapshot.aligned(theirs, ours)
-    for side in sides:
+    changes = [side.result[1] for side in sides]
+    for side, own, other in zip(sides, changes, reversed(changes), strict=True):
+        side.result = side.result[0], snapshot.aligned(own, other)
+        # What it gives may hold containers from before, which then hold what it left there.
+        snapshot.apply(own)
         new = side.flatten()
+        snapshot.restore()
         outside = [leaf for leaf, at in zip(side.leaves, side.places, strict=True) if at is None]
         side.given = list(zip(outside, new, strict=True))
 
