@@ -45,6 +45,19 @@ def scattered(rows: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, .
     )
 
 
+def sampled(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Images at as many places as data decides: the keypoints of a detector."""
+    places = rows[:, :2].reshape(1, -1, 1, 2) / 4
+    return (
+        F.grid_sample(IMAGE, places, align_corners=True)[0, :, :, 0].T,
+        F.grid_sample(IMAGE, places.mT.flip(-1).mT, "bicubic", "border", align_corners=False).sum(),
+        F.grid_sample(IMAGE[:, :, None], rows.reshape(1, 1, -1, 1, 3), align_corners=True),
+        # An image for each row.
+        F.grid_sample(rows[:, None, None], rows.reshape(-1, 1, 1, 3)[..., :2], align_corners=True),
+    )
+
+
+IMAGE = torch.randn(1, 2, 4, 5, generator=torch.Generator().manual_seed(9))
 EXACT: dict[str, Rows] = {
     "rows": lambda r: r,
     "several": lambda r: {"twice": r * 2, "count": r.shape[0]},
@@ -57,6 +70,7 @@ EXACT: dict[str, Rows] = {
     "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
     "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
+    "sampled": sampled,
     "scattered": lambda r: scattered(r, (r[:, 1] > 0).nonzero()[:, 0]),
 }
 
@@ -66,6 +80,7 @@ REFUSED: dict[str, Rows] = {
     "vander": lambda r: torch.vander(r[:, 0]),
     "interpolate": lambda r: F.interpolate(r.T[None], 4),
     "equal": lambda r: torch.equal(r, r),
+    "image": lambda r: F.grid_sample(r[None, None], IMAGE.reshape(1, 4, 5, 2), align_corners=True),
 }
 
 
@@ -90,6 +105,18 @@ def test_results_have_their_real_size(name: str):
     for x in batches():
         assert_same(tpuport.to_torch(ported(x)), target(x))
     assert not ported.report.retraces
+
+
+def test_places_in_images_of_which_data_decides_the_number_have_gradients():
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return sum((one**2).sum() for one in with_rows(sampled)(x))
+
+    ported = tpuport.convert(total, verify=False)
+    slope = jax.jit(jax.grad(lambda x: ported.apply({}, {}, None, x)[0]))
+    for x in batches():
+        given = x.clone().requires_grad_()
+        total(given).backward()
+        torch.testing.assert_close(tpuport.to_torch(slope(x.numpy())), given.grad)
 
 
 @pytest.mark.parametrize("name", REFUSED)
