@@ -57,6 +57,20 @@ def sampled(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
+def read_at_places(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Read a table at places of which data decides the number, in a last dim of the indices."""
+    i = torch.arange(rows.shape[0])
+    places, line = i.flip(0).expand(2, -1), torch.arange(2)[:, None]
+    table = TABLE * rows.sum()
+    return (
+        table[line, places],
+        table[line[:, None], places[:, None].expand(2, 3, -1), -1 - i],
+        table[:, places[0], places] + rows[:, 0],
+        table[1:, places],
+    )
+
+
+TABLE = torch.arange(50.0).reshape(2, 5, 5)
 IMAGE = torch.randn(1, 2, 4, 5, generator=torch.Generator().manual_seed(9))
 EXACT: dict[str, Rows] = {
     "rows": lambda r: r,
@@ -70,6 +84,7 @@ EXACT: dict[str, Rows] = {
     "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
     "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
+    "read at places": read_at_places,
     "sampled": sampled,
     "scattered": lambda r: scattered(r, (r[:, 1] > 0).nonzero()[:, 0]),
 }
@@ -80,6 +95,7 @@ REFUSED: dict[str, Rows] = {
     "vander": lambda r: torch.vander(r[:, 0]),
     "interpolate": lambda r: F.interpolate(r.T[None], 4),
     "equal": lambda r: torch.equal(r, r),
+    "beside": lambda r: TABLE[0][torch.arange(5)[None], torch.arange(r.shape[0])[None]],
     "image": lambda r: F.grid_sample(r[None, None], IMAGE.reshape(1, 4, 5, 2), align_corners=True),
 }
 
@@ -107,9 +123,10 @@ def test_results_have_their_real_size(name: str):
     assert not ported.report.retraces
 
 
-def test_places_in_images_of_which_data_decides_the_number_have_gradients():
+@pytest.mark.parametrize("body", [sampled, read_at_places])
+def test_what_is_read_at_places_of_which_data_decides_the_number_has_gradients(body: Rows):
     def total(x: torch.Tensor) -> torch.Tensor:
-        return sum((one**2).sum() for one in with_rows(sampled)(x))
+        return sum((one**2).sum() for one in with_rows(body)(x))
 
     ported = tpuport.convert(total, verify=False)
     slope = jax.jit(jax.grad(lambda x: ported.apply({}, {}, None, x)[0]))
