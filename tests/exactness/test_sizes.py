@@ -70,6 +70,16 @@ def read_at_places(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     )
 
 
+def padded(rows: torch.Tensor) -> tuple[Any, ...]:
+    """Pad lists of unlike lengths to the longest, as keypoints of several images are."""
+    lists = [column[column > 0] for column in rows.T]
+    out = torch.zeros(len(lists), max(one.shape[0] for one in lists) + 1)
+    for i, one in enumerate(lists):
+        out[i, : one.shape[0]] = one
+    shortest = min([one.shape[0] for one in lists])
+    return out, shortest, max(one.sum() for one in lists), min(list(rows[0]))
+
+
 TABLE = torch.arange(50.0).reshape(2, 5, 5)
 IMAGE = torch.randn(1, 2, 4, 5, generator=torch.Generator().manual_seed(9))
 EXACT: dict[str, Rows] = {
@@ -85,6 +95,7 @@ EXACT: dict[str, Rows] = {
     "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
     "read at places": read_at_places,
+    "padded": padded,
     "sampled": sampled,
     "scattered": lambda r: scattered(r, (r[:, 1] > 0).nonzero()[:, 0]),
 }
@@ -123,10 +134,10 @@ def test_results_have_their_real_size(name: str):
     assert not ported.report.retraces
 
 
-@pytest.mark.parametrize("body", [sampled, read_at_places])
-def test_what_is_read_at_places_of_which_data_decides_the_number_has_gradients(body: Rows):
+@pytest.mark.parametrize("body", [sampled, read_at_places, padded])
+def test_what_data_decides_the_size_of_has_gradients(body: Rows):
     def total(x: torch.Tensor) -> torch.Tensor:
-        return sum((one**2).sum() for one in with_rows(body)(x))
+        return sum((one**2).sum() for one in with_rows(body)(x) if isinstance(one, torch.Tensor))
 
     ported = tpuport.convert(total, verify=False)
     slope = jax.jit(jax.grad(lambda x: ported.apply({}, {}, None, x)[0]))
