@@ -124,7 +124,7 @@ def _deciding(attend: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if attention_mask is not None and query.shape[2] > 1:
+        if attention_mask is not None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             attention_mask = _decided(attention_mask, causal)
         given = (attention_mask, dropout, scaling, is_causal)
@@ -136,7 +136,7 @@ def _deciding(attend: Callable[..., Any]) -> Callable[..., Any]:
 def _decided(mask: torch.Tensor, causal: bool) -> torch.Tensor:
     """Return the mask that has the effect of eager's, for a module that is causal by itself."""
     noted = _MAY_BE_LEFT_OUT.get(mask)
-    if noted is None or noted[0] == causal:
+    if noted is None or noted[0] == causal or mask.shape[-2] == 1:
         return mask
     count(TransformersMasks.TARGET)
     left_out = noted[1]()
