@@ -45,6 +45,43 @@ def scattered(rows: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, .
     )
 
 
+def sampled(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Images at as many places as data decides: the keypoints of a detector."""
+    places = rows[:, :2].reshape(1, -1, 1, 2) / 4
+    return (
+        F.grid_sample(IMAGE, places, align_corners=True)[0, :, :, 0].T,
+        F.grid_sample(IMAGE, places.mT.flip(-1).mT, "bicubic", "border", align_corners=False).sum(),
+        F.grid_sample(IMAGE[:, :, None], rows.reshape(1, 1, -1, 1, 3), align_corners=True),
+        # An image for each row.
+        F.grid_sample(rows[:, None, None], rows.reshape(-1, 1, 1, 3)[..., :2], align_corners=True),
+    )
+
+
+def read_at_places(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Read a table at places of which data decides the number, in a last dim of the indices."""
+    i = torch.arange(rows.shape[0])
+    places, line = i.flip(0).expand(2, -1), torch.arange(2)[:, None]
+    table = TABLE * rows.sum()
+    return (
+        table[line, places],
+        table[line[:, None], places[:, None].expand(2, 3, -1), -1 - i],
+        table[:, places[0], places] + rows[:, 0],
+        table[1:, places],
+    )
+
+
+def padded(rows: torch.Tensor) -> tuple[Any, ...]:
+    """Pad lists of unlike lengths to the longest, as keypoints of several images are."""
+    lists = [column[column > 0] for column in rows.T]
+    out = torch.zeros(len(lists), max(one.shape[0] for one in lists) + 1)
+    for i, one in enumerate(lists):
+        out[i, : one.shape[0]] = one
+    shortest = min([one.shape[0] for one in lists])
+    return out, shortest, max(one.sum() for one in lists), min(list(rows[0]))
+
+
+TABLE = torch.arange(50.0).reshape(2, 5, 5)
+IMAGE = torch.randn(1, 2, 4, 5, generator=torch.Generator().manual_seed(9))
 EXACT: dict[str, Rows] = {
     "rows": lambda r: r,
     "several": lambda r: {"twice": r * 2, "count": r.shape[0]},
@@ -57,6 +94,9 @@ EXACT: dict[str, Rows] = {
     "split": lambda r: torch.cat(r.split([1, r.shape[0] - 1])).view(-1, 3),
     "unflatten": lambda r: r.unflatten(1, (3, 1)).flatten(1, 2),
     "again": lambda r: r[r[:, 1] > 0],
+    "read at places": read_at_places,
+    "padded": padded,
+    "sampled": sampled,
     "scattered": lambda r: scattered(r, (r[:, 1] > 0).nonzero()[:, 0]),
 }
 
@@ -66,6 +106,8 @@ REFUSED: dict[str, Rows] = {
     "vander": lambda r: torch.vander(r[:, 0]),
     "interpolate": lambda r: F.interpolate(r.T[None], 4),
     "equal": lambda r: torch.equal(r, r),
+    "beside": lambda r: TABLE[0][torch.arange(5)[None], torch.arange(r.shape[0])[None]],
+    "image": lambda r: F.grid_sample(r[None, None], IMAGE.reshape(1, 4, 5, 2), align_corners=True),
 }
 
 
@@ -90,6 +132,19 @@ def test_results_have_their_real_size(name: str):
     for x in batches():
         assert_same(tpuport.to_torch(ported(x)), target(x))
     assert not ported.report.retraces
+
+
+@pytest.mark.parametrize("body", [sampled, read_at_places, padded])
+def test_what_data_decides_the_size_of_has_gradients(body: Rows):
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return sum((one**2).sum() for one in with_rows(body)(x) if isinstance(one, torch.Tensor))
+
+    ported = tpuport.convert(total, verify=False)
+    slope = jax.jit(jax.grad(lambda x: ported.apply({}, {}, None, x)[0]))
+    for x in batches():
+        given = x.clone().requires_grad_()
+        total(given).backward()
+        torch.testing.assert_close(tpuport.to_torch(slope(x.numpy())), given.grad)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -124,6 +124,9 @@ def test_the_largest_is_the_first_of_equals():
     assert ops.largest(a, b) is max(a, b) is a
     assert ops.smallest(b, a, 2) is b
     assert (ops.largest(1, 3, 2), ops.smallest("b", "a")) == (3, "a")
+    assert (ops.largest([1, 3, 2]), ops.smallest(n for n in (2, 1))) == (3, 1)
+    with pytest.raises(ValueError, match="empty"):
+        ops.largest([])
     nan = torch.tensor(float("nan"))
     assert ops.largest(a, nan) is a
     assert ops.largest(nan, a) is nan

@@ -342,20 +342,28 @@ def _are_truths(*values: Any) -> bool:
 
 
 def largest(*values: Any) -> Any:
-    """Return `max(*values)`; if a value is traced, the program compares them."""
+    """Return `max(*values)`; if a value is traced, the program compares them.
+
+    One value is what has them, as for Python's `max`.
+    """
     return _chosen(values, max, lambda value, best: value > best)
 
 
 def smallest(*values: Any) -> Any:
-    """Return `min(*values)`; if a value is traced, the program compares them."""
+    """Return `min(*values)`; if a value is traced, the program compares them.
+
+    One value is what has them, as for Python's `min`.
+    """
     return _chosen(values, min, lambda value, best: value < best)
 
 
 def _chosen(
     values: tuple[Any, ...], choose: Callable[..., Any], is_better: Callable[[Any, Any], Any]
 ) -> Any:
+    if len(values) == 1:
+        values = tuple(values[0])
     if not any(is_traced(value) for value in values):
-        return choose(*values)
+        return choose(values)
     import torch
 
     if all(type(value) in (int, torch.SymInt) for value in values):

@@ -28,8 +28,9 @@ class TruthInCall(Rule):
     yet, so they raise `ConcretizationTypeError`.
 
     ## Fix safety
-    The fix is exact in eager PyTorch. Only `max` and `min` of two or more arguments have one: over
-    the elements of a tensor, torch's own `t.max()`, `t.any()` and `torch.sort` are better.
+    The fix is exact in eager PyTorch. Only `max` and `min` of several values, of a list or of a
+    generator have one: over the elements of a tensor, torch's own `t.max()`, `t.any()` and
+    `torch.sort` are better.
 
     ## References
     https://docs.jax.dev/en/latest/errors.html#jax.errors.ConcretizationTypeError
@@ -186,6 +187,10 @@ def _asks_truth(node: ast.Call, context: Context) -> bool:
 def _is_choice(node: ast.Call, context: Context) -> bool:
     """Return whether a call is Python's `max` or `min` of several values, one of them traced."""
     match node:
+        case ast.Call(func=ast.Name(id="max" | "min" as name), args=[items], keywords=[]):
+            # Only a trace knows that of what a list or generator gives.
+            is_plain = not isinstance(items, ast.Starred) and not is_one_tensor(items, context)
+            return is_plain and not context.module.binds_otherwise(name) and context.is_traced(node)
         case ast.Call(func=ast.Name(id="max" | "min" as name), args=[_, _, *_], keywords=[]):
             # A trace records the call as traced, inference from source its arguments.
             return not context.module.binds_otherwise(name) and any(

@@ -208,6 +208,15 @@ def _upsample(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return rowwise(func, args, kwargs)
 
 
+@handles("grid_sampler_2d", "grid_sampler_3d")
+def _sampled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Read images, whose sizes are static, at places of which data may say the number."""
+    image, grid = args[:2]
+    if any(dim >= 2 for dim in extents_of(image)):
+        raise refuse(func, " along that dim")
+    return rowwise(func, args, kwargs) if extents_of(image) or extents_of(grid) else NotImplemented
+
+
 @handles("tril", "triu")
 def _triangle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Keep what is on one side of a diagonal, whose number may depend on data."""

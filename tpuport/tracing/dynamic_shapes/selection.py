@@ -168,24 +168,32 @@ def from_front(source: Any, indices: list[Any]) -> list[Any]:
 
 
 def _with_selected_first(source: Any, indices: list[Any]) -> Any:
-    """Run `x[indices]` where the only index has its data-dependent dim behind another one.
+    """Run `x[i, j]` where the indices have their data-dependent dim behind another one.
 
-    That dim is moved to the front of the index, and back in the result. Return None for others,
-    and for a mask, whose dims are those of `x`.
+    That dim is moved to the front of the indices, and back in the result. Return None for others,
+    and for masks, whose dims are those of `x`.
     """
     used = [dim for dim, item in enumerate(indices) if item is not None]
-    if len(used) != 1 or (isinstance(source, TracedTensor) and 0 in extents_of(source)):
+    items = [indices[dim] for dim in used]
+    behind = {d - item.dim() for item in items for d in extents_of(item)}
+    rank = max((item.dim() for item in items), default=0)
+    if len(behind) != 1 or -rank in behind or used[-1] - used[0] >= len(used):
         return None
-    dim = used[0]
-    extents = extents_of(indices[dim])
-    if len(extents) != 1 or 0 in extents or indices[dim].dtype in (torch.bool, torch.uint8):
+    if (isinstance(source, TracedTensor) and 0 in extents_of(source)) or any(
+        item.dtype in (torch.bool, torch.uint8) for item in items
+    ):
         return None
-    (selected,) = extents
-    item = indices[dim]
-    front = item.permute(selected, *(d for d in range(item.dim()) if d != selected))
-    found = source[(slice(None),) * dim + (front,)]
-    order = [d for d in range(found.dim()) if d != dim]
-    order.insert(dim + selected, dim)
+    (selected,) = (rank + d for d in behind)
+    fronts = []
+    for item in items:
+        whole = item[(None,) * (rank - item.dim())]
+        if torch.Tensor.size(whole)[selected] != 1 and not extents_of(whole):
+            raise refuse(aten.index.Tensor, " beside an index of another size")
+        fronts.append(whole.permute(selected, *(d for d in range(rank) if d != selected)))
+    first = used[0]
+    found = source[(slice(None),) * first + tuple(fronts)]
+    order = [d for d in range(found.dim()) if d != first]
+    order.insert(first + selected, first)
     return found.permute(order)
 
 
