@@ -125,7 +125,7 @@ def sample(drive: Drive, light: "_Light | None" = None) -> dict[str, NDArray[Any
     labels = labels_of(drive)
     known = {f"{name}_valid": np.ones(len(MOMENTS), bool) for name in labels}
     given = {
-        "traffic_convention": np.tile(np.float32([1, 0]), (len(MOMENTS), 1)),
+        "traffic_convention": np.tile(np.array([1, 0], np.float32), (len(MOMENTS), 1)),
         "action_t": np.full((len(MOMENTS), 2), 0.2, np.float32),
     }
     return {PATCHES: patches(pictures(drive, MOMENTS, light)), **labels, **known, **given}
@@ -147,9 +147,9 @@ def mirrored(seen: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     found["plan"] = seen["plan"] * _SIDEWAYS
     # y is the first number of a place on a line, and the second of one of a lead.
     for name in ("lane_lines", "road_edges"):
-        found[name] = seen[name][:, ::-1] * np.float32([-1, 1])
-    found["lead"] = seen["lead"] * np.float32([1, -1, 1, 1])
-    found["pose"] = seen["pose"] * np.float32([1, -1, 1, -1, 1, -1])
+        found[name] = seen[name][:, ::-1] * np.array([-1, 1], np.float32)
+    found["lead"] = seen["lead"] * np.array([1, -1, 1, 1], np.float32)
+    found["pose"] = seen["pose"] * np.array([1, -1, 1, -1, 1, -1], np.float32)
     return found
 
 
@@ -352,7 +352,8 @@ def fold(moments: Moments) -> DrivingModel:
         model.policy.context.weight[:, : math.prod(model.kind.buffers["desire_pulse"])] = 0
     for hydra in (model.hydra, model.policy.temporal_hydra):
         for name in hydra.names:
-            last, part = hydra.get_submodule(name)[2], model.kind.slices[name]
+            last, part = hydra.get_submodule(f"{name}.2"), model.kind.slices[name]
+            assert isinstance(last, nn.Linear)
             with torch.no_grad():
                 last.weight.mul_(moments.scale[part, None])
                 last.bias.mul_(moments.scale[part]).add_(moments.center[part])
