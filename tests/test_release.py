@@ -151,5 +151,6 @@ def test_the_wheel_and_the_sdist(tmp_path: Path) -> None:
 
     names = zipfile.ZipFile(wheel).namelist()
     assert "tpuport/bundled/recipes/recogdrive/__main__.py" in names
+    assert "tpuport/bundled/recipes/openpilot/pretrained.safetensors" in names
     assert "tpuport/repository/templates/port.html.j2" in names
     assert sdist.name.removesuffix(".tar.gz") == "-".join(wheel.name.split("-")[:2])

@@ -4,6 +4,7 @@ from recipes.command_line import make_app
 
 COMMANDS = {
     "make-data": ("commands", "make_data"),
+    "pretrain": ("commands", "pretrain"),
     "prepare": ("commands", "prepare"),
     "label": ("commands", "label"),
     "train": ("commands", "train"),

@@ -38,9 +38,10 @@ class Generation(StrEnum):
 
 
 class SizeName(StrEnum):
-    """The size of a model with random weights."""
+    """The size of a model with random weights, or the one with trained ones."""
 
     SMALL = "small"
+    PRETRAINED = "pretrained"
     REAL = "real"
     LARGE = "large"
 
@@ -96,8 +97,15 @@ def make_data(
     segments: Annotated[int, typer.Option(help="Segments per route.")] = 2,
     seconds: Annotated[float, typer.Option(help="Seconds per segment; a device has 60.")] = 8.0,
     size: Annotated[
-        SizeName, typer.Option(help="Model size; large is July 2026's.")
+        SizeName,
+        typer.Option(
+            help="Model size; large is July 2026's. pretrained is small, and follows lanes."
+        ),
     ] = SizeName.SMALL,
+    lane_width: Annotated[float, typer.Option(help="Width of the lanes in m.")] = 3.5,
+    camera_height: Annotated[
+        float, typer.Option(help="Height of the cameras above the road in m.")
+    ] = 1.22,
     opset: Annotated[int, typer.Option(help="ONNX opset of the model, 18 to 21.")] = 20,
     fp16: Annotated[
         bool, typer.Option("--fp16", help="Store the model's weights in float16.")
@@ -111,7 +119,9 @@ def make_data(
         from recipes.openpilot.make_model import make_model
         from recipes.progress import steps_bar
 
-        options = RouteOptions(segments=segments, seconds=seconds)
+        options = RouteOptions(
+            segments=segments, seconds=seconds, lane=lane_width, height=camera_height
+        )
         count, made = (routes + 1) * segments, 0
         with steps_bar("segments", count) as on_step:
 
@@ -125,6 +135,25 @@ def make_data(
         how = {"seed": seed, "opset": opset, "fp16": fp16, "size": size.value}
         for path in make_model(out / "model", generation.value, **how):
             typer.echo(str(path))
+
+
+def pretrain(
+    out: Annotated[Path, typer.Argument(help="File to write, which ends in .safetensors.")],
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 1400,
+    drives: Annotated[int, typer.Option(help="Drives to draw, each seen in a mirror, too.")] = 2000,
+    batch_size: Annotated[int, typer.Option(help="Drives per step.")] = 8,
+    learning_rate: Annotated[
+        float, typer.Option(help="Learning rate, which decays to 0.")
+    ] = 2.5e-3,
+    seed: Annotated[int, typer.Option(help="Random seed of weights and roads.")] = 0,
+) -> None:
+    """Train the weights of `make-data --size pretrained` from scratch, on drawn roads."""
+    with errors_as_exit_codes("pretrain"):
+        from recipes.openpilot.pretrain import PretrainOptions
+        from recipes.openpilot.pretrain import pretrain as run
+
+        run(out, PretrainOptions(steps, drives, batch_size, learning_rate, seed))
+        typer.echo(str(out))
 
 
 def prepare(

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from recipes.openpilot import geometry
 from recipes.openpilot.constants import MODEL_CAMERA_HEIGHT
-from recipes.openpilot.scene import LANE, ROAD_EDGES, Drive
+from recipes.openpilot.scene import Drive
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -29,6 +29,7 @@ class Painter:
         size: Width and height, even.
         rpy_calib: Mounting angles of the device, in rad.
         dashed: Whether the lines of the car's own lane are dashed.
+        height: Height of the camera above the road in m.
     """
 
     def __init__(
@@ -38,15 +39,15 @@ class Painter:
         rpy_calib: tuple[float, float, float],
         *,
         dashed: bool = True,
+        height: float = MODEL_CAMERA_HEIGHT,
     ) -> None:
-        self.size, self._dashed = size, dashed
+        self.size, self._dashed, self._height = size, dashed, height
         self._camera_from_calib = geometry.camera_from_calib(rpy_calib, intrinsics)
-        width, height = size
-        rows, columns = np.indices((height, width), np.float32).reshape(2, -1)
+        rows, columns = np.indices(size[::-1], np.float32).reshape(2, -1)
         rays = np.linalg.inv(self._camera_from_calib).astype(np.float32)
         x, y, z = (r[0] * columns + r[1] * rows + r[2] for r in rays)
-        seen = (z > 0) & (x > 0) & (MODEL_CAMERA_HEIGHT * x < _FAR * z)
-        reach = MODEL_CAMERA_HEIGHT / z[seen]
+        seen = (z > 0) & (x > 0) & (height * x < _FAR * z)
+        reach = np.float32(height) / z[seen]
         self._ground = np.flatnonzero(seen)
         forward = reach * x[seen]
         self._right: Floats = reach * y[seen]
@@ -74,11 +75,11 @@ class Painter:
         aside = self._right - self._along(middle)
         aside *= np.take((1 / np.hypot(1, slope)).astype(np.float32), self._bin, mode="clip")
         aside = np.abs(aside, out=aside)
-        marks = self._line(aside, 0.5 * LANE)
+        marks = self._line(aside, 0.5 * drive.options.lane)
         if self._dashed:
             marks *= np.take((way % _PERIOD < _DASH).astype(np.float32), self._bin, mode="clip")
-        np.maximum(marks, self._line(aside, 1.5 * LANE), out=marks)
-        on_road = aside < ROAD_EDGES[1]
+        np.maximum(marks, self._line(aside, 1.5 * drive.options.lane), out=marks)
+        on_road = aside < drive.options.road_edges[1]
         stripes = np.take((_GRASS + 12 * (way % 8 < 4)).astype(np.float32), self._bin, mode="clip")
         y = self._behind.copy()
         road = _ROAD + marks * (_WHITE - _ROAD)
@@ -115,7 +116,7 @@ class Painter:
         half, tall = _CAR[0] / 2, _CAR[1]
         self._fill(
             image,
-            [(x, y - half, MODEL_CAMERA_HEIGHT - tall), (x, y + half, MODEL_CAMERA_HEIGHT)],
+            [(x, y - half, self._height - tall), (x, y + half, self._height)],
             value,
         )
 

@@ -12,7 +12,6 @@ from recipes.openpilot.constants import (
     DT_MDL,
     LEAD_T_IDXS,
     LEAD_T_OFFSETS,
-    MODEL_CAMERA_HEIGHT,
     T_IDXS,
     X_IDXS,
 )
@@ -143,7 +142,7 @@ def _states(recording: Recording) -> Iterator[Any]:
                 "calStatus": "calibrated",
                 "calPerc": 100,
                 "rpyCalib": list(recording.rpy_calib),
-                "height": [MODEL_CAMERA_HEIGHT],
+                "height": [drive.options.height],
             },
         )
     for time in recording.ticks(_MONITORING_FREQ):

@@ -16,6 +16,7 @@ import numpy as np
 
 from recipes.openpilot.constants import (
     DEVICE_CAMERAS,
+    MODEL_CAMERA_HEIGHT,
     MODEL_RUN_FREQ,
     QCAMERA_SIZE,
     DeviceCameras,
@@ -23,7 +24,7 @@ from recipes.openpilot.constants import (
 from recipes.openpilot.drawing import Bytes, Painter
 from recipes.openpilot.events import Encoded, Recording, make_events
 from recipes.openpilot.geometry import scaled_intrinsics
-from recipes.openpilot.scene import Drive, DriveOptions
+from recipes.openpilot.scene import LANE, Drive, DriveOptions
 from recipes.openpilot.schema import zstandard
 from recipes.packages import av
 from tpuport.foundation.errors import UsageError
@@ -49,6 +50,8 @@ class RouteOptions:
         curvature: Curvature of the sharpest bend, in 1/m.
         lead: Probability of a car ahead.
         lane_change: Whether to change lanes halfway.
+        lane: Width of a lane in m.
+        height: Height of the device above the road in m.
         rpy_calib: Mounting angles of the device, in rad.
         log_format: Format of rlog.
         full_video: Whether to write fcamera.hevc, and ecamera.hevc if there is a wide camera.
@@ -73,6 +76,8 @@ class RouteOptions:
     curvature: float = 0.008
     lead: float = 0.5
     lane_change: bool = False
+    lane: float = LANE
+    height: float = MODEL_CAMERA_HEIGHT
     rpy_calib: tuple[float, float, float] = (0.0, 0.02, -0.015)
     log_format: LogFormat = "zst"
     full_video: bool = True
@@ -116,6 +121,8 @@ class RouteOptions:
                 curvature=self.curvature,
                 lead=self.lead,
                 lane_change=self.lane_change,
+                lane=self.lane,
+                height=self.height,
             )
         )
 
@@ -257,7 +264,9 @@ def _write_camera(
     size = (one.width // options.shrink, one.height // options.shrink)
     size = QCAMERA_SIZE if camera == "qRoad" else size
     intrinsics = scaled_intrinsics(one.intrinsics, (one.width, one.height), size)
-    painter = Painter(intrinsics, size, options.rpy_calib, dashed=options.dashed)
+    painter = Painter(
+        intrinsics, size, options.rpy_calib, dashed=options.dashed, height=options.height
+    )
     dropped = options.dropped | (options.dropped_wide if camera == "wideRoad" else frozenset())
     frames = [n for n in recording.frames if n not in dropped]
     images = (

@@ -1,6 +1,6 @@
 """Driving models with the real inputs, outputs and metadata of each generation.
 
-Their weights are random, the same for the same seed.
+Their weights are random, the same for the same seed, or in size `pretrained` those of `pretrain`.
 """
 
 import ast
@@ -16,7 +16,7 @@ import torch
 
 from recipes.openpilot.contract import read_contract, write_slices
 from recipes.openpilot.generations import GENERATIONS, FileKind, example_inputs
-from recipes.openpilot.small_model import build
+from recipes.openpilot.small_model import PRETRAINED, build
 from tpuport.foundation.errors import UsageError
 from tpuport.foundation.files import replacing_file
 
@@ -63,7 +63,9 @@ def make_onnx(
     _name_nodes(model)
     for key, value in {
         "output_slices": write_slices(kind.slices),
-        "model_checkpoint": f"random-weights/seed-{seed}",
+        "model_checkpoint": "drawn-roads/1"
+        if size == PRETRAINED
+        else f"random-weights/seed-{seed}",
     }.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value

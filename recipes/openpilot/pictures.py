@@ -1,7 +1,7 @@
 """Predicted paths and lines drawn on camera images, as pictures and as videos."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -71,12 +71,14 @@ class Overlay:
         lane_lines: (4, 33, 2), or None.
         lane_lines_prob: (4,), of which likely lines are drawn; None to draw all.
         road_edges: (2, 33, 2), or None.
+        height: Height of the camera above the road in m, on which the path is drawn.
     """
 
     plan: Array | None = None
     lane_lines: Array | None = None
     lane_lines_prob: Array | None = None
     road_edges: Array | None = None
+    height: float = MODEL_CAMERA_HEIGHT
 
     @classmethod
     def of(cls, values: Mapping[str, Array], row: int) -> "Overlay":
@@ -91,7 +93,9 @@ class Overlay:
         likely = one("lane_lines_prob")
         if likely is not None and likely.shape[-1] == 8:
             likely = likely[1::2]
-        return cls(one("plan"), one("lane_lines"), likely, one("road_edges"))
+        lines = one("lane_lines")
+        height = MODEL_CAMERA_HEIGHT if lines is None else float(lines[:, 0, 1].mean())
+        return cls(one("plan"), lines, likely, one("road_edges"), height)
 
 
 def draw(
@@ -123,7 +127,7 @@ def draw(
             _ribbon(drawn, matrix, _line(line), _LINE, color, 0.5)
     if overlay.plan is not None:
         # A plan is that of the camera, which is above the road.
-        path = overlay.plan[:, :3] + np.array([0, 0, MODEL_CAMERA_HEIGHT])
+        path = overlay.plan[:, :3] + np.array([0, 0, overlay.height])
         half, opacity = (_PATH, 0.45) if wide_path else (_TRUTH_PATH, 0.9)
         _ribbon(drawn, matrix, path, half, color, opacity)
     return drawn
@@ -133,11 +137,26 @@ def _line(line: Array) -> Array:
     return np.column_stack([X_IDXS, line])
 
 
+def _seen(points: Array) -> Array:
+    """Return the points of a line (n, 3) along a road that a camera sees, in order.
+
+    It begins at `_NEAREST` and ends before the first point that is behind that or as high as the
+    horizon. Points that are lower on the picture than a nearer one are hidden by the road before
+    them.
+    """
+    begun = np.maximum.accumulate(points[:, 0] >= _NEAREST)
+    below = (points[:, 0] >= _NEAREST) & (points[:, 2] > 0)
+    part = points[begun & np.logical_and.accumulate(below | ~begun)]
+    slope = part[:, 2] / part[:, 0]
+    lowest = np.minimum.accumulate(slope)
+    return part[np.append(True, slope[1:] < lowest[:-1])[: len(part)]]
+
+
 def _ribbon(
     image: Image, matrix: Array, points: Array, half: float, color: Color, opacity: float
 ) -> None:
     """Draw a level band along points (n, 3), of a width in metres."""
-    ahead = points[points[:, 0] >= _NEAREST]
+    ahead = _seen(points)
     if len(ahead) < 2:
         return
     sides = [project(ahead + np.array([0, side, 0]), matrix) for side in (-half, half)]
@@ -201,9 +220,10 @@ def before_and_after(
         matrix = None if camera_from_calib is None else camera_from_calib[row]
         halves = []
         for values, color in ((before, BEFORE), (after, AFTER)):
-            said = Overlay.of(values, row)
+            true = Overlay.of(truth, row)
+            said = replace(Overlay.of(values, row), height=true.height)
             half = draw(image, said, color, camera_from_calib=matrix)
-            path = Overlay(plan=Overlay.of(truth, row).plan)
+            path = Overlay(plan=true.plan, height=true.height)
             halves.append(draw(half, path, TRUTH, camera_from_calib=matrix, wide_path=False))
         made.append(np.concatenate(halves, axis=1))
     return np.stack(made)

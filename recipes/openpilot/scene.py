@@ -4,6 +4,7 @@ The road is level, in world coordinates x and y with y to the right of x, so tha
 curvature turns right.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,8 +28,7 @@ from recipes.openpilot.constants import (
 
 Array = NDArray[np.floating[Any]]
 LANE = 3.5  # m
-LANE_LINES = (-1.5 * LANE, -0.5 * LANE, 0.5 * LANE, 1.5 * LANE)  # m to the right of the middle
-ROAD_EDGES = (-1.5 * LANE - 0.75, 1.5 * LANE + 0.75)
+_SHOULDER = 0.75  # m
 _STEP = 0.5  # m along the road
 _FINE = 0.01  # s
 _MARGIN = 12.0  # s of driving before the first and after the last frame
@@ -47,6 +47,9 @@ class DriveOptions:
         curvature: Largest curvature of a bend, in 1/m.
         lead: Probability of a car ahead.
         lane_change: Whether to change one lane halfway, with the desire set.
+        lane: Width of a lane in m.
+        height: Height of the camera above the road in m.
+        sway: Distance in m by which the car drifts to both sides of its lane's middle.
     """
 
     seconds: float
@@ -55,6 +58,20 @@ class DriveOptions:
     curvature: float = 0.008
     lead: float = 0.5
     lane_change: bool = False
+    lane: float = LANE
+    height: float = MODEL_CAMERA_HEIGHT
+    sway: float = 0.15
+
+    @property
+    def lane_lines(self) -> tuple[float, ...]:
+        """Return how far the lines are to the right of the lane's middle, in m."""
+        return tuple(number * self.lane for number in (-1.5, -0.5, 0.5, 1.5))
+
+    @property
+    def road_edges(self) -> tuple[float, float]:
+        """Return how far the road's edges are to the right of the lane's middle, in m."""
+        half = 1.5 * self.lane + _SHOULDER
+        return -half, half
 
 
 class Drive:
@@ -103,7 +120,7 @@ class Drive:
         # which would show in derivatives.
         heading, x, y = (np.interp(way[0], self._road[0], column) for column in self._road[1:])
         heading = heading + _integral(self._curvature(way) * speed, _FINE)
-        aside = 0.15 * np.sin(0.5 * times + self._sway_phase) + self._changed(times)
+        aside = self.options.sway * np.sin(0.5 * times + self._sway_phase) + self._changed(times)
         x = x + _integral(np.cos(heading) * speed, _FINE) - aside * np.sin(heading)
         y = y + _integral(np.sin(heading) * speed, _FINE) + aside * np.cos(heading)
         dx, dy = np.gradient(x, _FINE), np.gradient(y, _FINE)
@@ -125,7 +142,7 @@ class Drive:
         if not self.options.lane_change:
             return np.zeros_like(times)
         done = np.clip((times - self.lane_change_start) / _LANE_CHANGE, 0, 1)
-        return self._side * LANE * (1 - np.cos(np.pi * done)) / 2
+        return self._side * self.options.lane * (1 - np.cos(np.pi * done)) / 2
 
     @property
     def lane_change_start(self) -> float:
@@ -218,9 +235,9 @@ class Drive:
                 lead[number] = self.lead(time, time + offset + np.array(LEAD_T_IDXS))
         made = {
             "plan": self.plan(time),
-            "lane_lines": self._edges(time, LANE_LINES, NUM_LANE_LINES),
+            "lane_lines": self._edges(time, self.options.lane_lines, NUM_LANE_LINES),
             "lane_lines_prob": np.ones(NUM_LANE_LINES),
-            "road_edges": self._edges(time, ROAD_EDGES, NUM_ROAD_EDGES),
+            "road_edges": self._edges(time, self.options.road_edges, NUM_ROAD_EDGES),
             "lead": lead,
             "lead_prob": np.full(NUM_LEADS, float(self.has_lead)),
             "desire_state": np.eye(8)[self.desire(time)],
@@ -239,8 +256,8 @@ class Drive:
         made[:, 14] = self.at("turning", future)
         return made
 
-    def _edges(self, time: float, asides: tuple[float, ...], count: int) -> Array:
-        made = np.full((count, IDX_N, 2), MODEL_CAMERA_HEIGHT)
+    def _edges(self, time: float, asides: Sequence[float], count: int) -> Array:
+        made = np.full((count, IDX_N, 2), self.options.height)
         made[:, :, 0] = self.lines(time, np.array(X_IDXS), asides)
         return made
 

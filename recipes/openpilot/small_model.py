@@ -7,16 +7,24 @@ them. It can be small, or as large as the real ones.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 from recipes.openpilot.constants import DESIRE_LEN, FRAME_SHAPE, TEMPORAL_SKIP
-from recipes.openpilot.generations import FEATURE_LEN, FileKind
+from recipes.openpilot.generations import FEATURE_LEN, GENERATIONS, FileKind
 from tpuport.foundation.errors import UsageError
+
+# What `python -m recipes.openpilot pretrain` wrote, and what has its heads and inputs.
+PRETRAINED = "pretrained"
+WEIGHTS = Path(__file__).with_name("pretrained.safetensors")
+TRAINED_GENERATIONS = ("2026-07", "2026-09")
+_TRAINED = GENERATIONS[TRAINED_GENERATIONS[0]][0]
 
 
 @dataclass(frozen=True)
@@ -60,6 +68,8 @@ _S12 = Size((64, 128, 256, 512), (2, 2, 6, 2), 4, 16, 1024, 512, 8, 4, 256)
 SIZES: Mapping[str, Size] = MappingProxyType(
     {
         "small": Size((16, 32, 64), (0, 1, 1), 2, 2, 192, 96, 4, 0, 48),
+        # Wider, so that it can learn to follow a lane in a quarter of an hour.
+        PRETRAINED: Size((24, 48, 64), (0, 1, 1), 2, 8, 192, 96, 4, 0, 48),
         # As many weights as the files of 0.9.7 to early 2026 have.
         "real": _S12,
         # As many as driving_supercombo of July 2026; the depths are SA24's.
@@ -256,20 +266,31 @@ class DrivingModel(nn.Module):
         """Map inputs as in the contract, with n for its 1, to (n, all heads)."""
         names = (*self.kind.images, *self.kind.buffers)
         by_name = dict(zip(names, inputs, strict=True))
-        found: dict[str, torch.Tensor] = {}
-        dtype = next(self.parameters()).dtype
+        feature = None
         if self.kind.images:
-            road, wide = (by_name[name].to(dtype) for name in self.kind.images)
-            feature = self.summarizer(self.road(road), self.wide(wide))
+            feature = self.see(*(by_name[name] for name in self.kind.images))
+        return self.say(feature, by_name)
+
+    def see(self, road: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """Map both cameras' (n, 12, 128, 256) to the feature (n, 512)."""
+        dtype = next(self.parameters()).dtype
+        return self.summarizer(self.road(road.to(dtype)), self.wide(wide.to(dtype)))
+
+    def say(
+        self, feature: torch.Tensor | None, buffers: Mapping[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Map the result of `see`, if the file has cameras, and the buffers to (n, all heads)."""
+        found: dict[str, torch.Tensor] = {}
+        if feature is not None:
             found = {**self.hydra(feature), "hidden_state": feature}
         if self.kind.buffers:
-            features = by_name["features_buffer"]
-            if self.kind.images:
-                features = torch.cat([features, found["hidden_state"].unsqueeze(1)], dim=1)
-            found |= self.policy(features, by_name)
-        rows = inputs[0].shape[0]
+            features = buffers["features_buffer"]
+            if feature is not None:
+                features = torch.cat([features, feature.unsqueeze(1)], dim=1)
+            found |= self.policy(features, buffers)
         if "pad" in self.kind.heads:
-            found["pad"] = torch.zeros(rows, self.kind.heads["pad"], dtype=dtype)
+            first = next(iter(found.values()))
+            found["pad"] = first.new_zeros(len(first), self.kind.heads["pad"])
         return torch.cat([found[name] for name in self.kind.heads], dim=1)
 
 
@@ -317,19 +338,27 @@ def _size_of(shape: tuple[int, ...]) -> int:
     return size
 
 
-def build(kind: FileKind, seed: int = 0, size: str = "small") -> nn.Module:
-    """Return the torch module of a file, with random weights.
+def build(kind: FileKind, seed: int = 0, size: str = "small", *, trained: bool = True) -> nn.Module:
+    """Return the torch module of a file, with random weights, or in size `PRETRAINED` with trained.
 
     Args:
         kind: The file.
         seed: Random seed of the weights.
         size: One of `SIZES`.
+        trained: Whether the size `PRETRAINED` has its trained weights.
 
     Raises:
-        UsageError: There is no such size.
+        UsageError: There is no such size, or no trained weights for the file.
     """
     if size not in SIZES:
         raise UsageError(f"size={size!r}: expected one of {', '.join(SIZES)}")
+    trained = trained and size == PRETRAINED
+    if trained and (kind.heads, kind.buffers) != (_TRAINED.heads, _TRAINED.buffers):
+        raise UsageError(
+            f"size={size!r} of {kind.name}: there are trained weights for the generations"
+            f" {' and '.join(TRAINED_GENERATIONS)} only. What to do: give one of them, or the size"
+            " small, whose weights are random"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = DrivingModel(kind, SIZES[size]).eval()
@@ -342,4 +371,6 @@ def build(kind: FileKind, seed: int = 0, size: str = "small") -> nn.Module:
             # The last layer of a head.
             if name.endswith(".2") and isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
+    if trained:
+        model.load_state_dict({name: value.float() for name, value in load_file(WEIGHTS).items()})
     return StatefulModel(model).eval() if kind.stateful else model

@@ -137,7 +137,7 @@ def test_wrong_wishes_are_refused(tmp_path: Path):
         make_model(tmp_path, "0.8")
     with pytest.raises(UsageError, match="opset=14: expected one of 18, 19, 20, 21"):
         make_model(tmp_path, "2026-07", opset=14)
-    with pytest.raises(UsageError, match="size='huge': expected one of small, real, large"):
+    with pytest.raises(UsageError, match="size='huge': expected one of small, pretrained"):
         make_model(tmp_path, "2026-07", size="huge")
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from recipes.openpilot import drawing, frames, geometry, make_data, shards
+from recipes.openpilot import drawing, frames, geometry, make_data, pretrain, shards
 from recipes.openpilot.constants import MODEL_CAMERA_HEIGHT
 from recipes.openpilot.prepare import PrepareOptions, prepare
-from recipes.openpilot.scene import LANE_LINES
 from tests.recipes.openpilot import routes
 
 pytest.importorskip("openpilot_logging")
@@ -34,7 +33,7 @@ def line_errors(packed: np.ndarray, drive, time: float, *, big: bool) -> list[fl
     y = frames.unpack(packed)[0].astype(float)
     found = []
     for forward in (8.0, 11.0, 15.0, 20.0):
-        for right in drive.lines(time, [forward], LANE_LINES)[:, 0]:
+        for right in drive.lines(time, [forward], drive.options.lane_lines)[:, 0]:
             point = [forward, right, MODEL_CAMERA_HEIGHT]
             column, row = geometry.project(point, geometry.model_from_calib(big=big))
             if not (12 < column < 499 and row < 250):
@@ -46,7 +45,7 @@ def line_errors(packed: np.ndarray, drive, time: float, *, big: bool) -> list[fl
             weight = np.clip(strip - 140, 0, None)  # of the line only, grass has less
             assert weight.max() > 20, "no line there"
             at_row = forward * (row - geometry_horizon(big)) / (round(row) - geometry_horizon(big))
-            shifted = drive.lines(time, [at_row], LANE_LINES)[:, 0]
+            shifted = drive.lines(time, [at_row], drive.options.lane_lines)[:, 0]
             right_there = shifted[np.abs(shifted - right).argmin()]
             expected, _ = geometry.project(
                 [at_row, right_there, MODEL_CAMERA_HEIGHT], geometry.model_from_calib(big=big)
@@ -86,6 +85,28 @@ def test_lines_land_within_a_pixel(
             assert len(errors) >= (6 if not big else 10)
             assert np.abs(errors).max() < 1.0, (name, errors)
             assert abs(np.mean(errors)) < 0.5
+
+
+def test_frames_to_pretrain_with_look_like_those_of_a_camera(tmp_path: Path):
+    """Drawn and warped alone, against through camera, encoder, decoder and warp."""
+    options = replace(CLEAR, seconds=0.3, seed=8, dashed=True, lead=1.0, shrink=2, quality=20)
+    make_data.make_route(tmp_path / "routes", options)
+    arrays, _ = prepared(tmp_path / "routes", tmp_path / "set")
+    drive = options.drive()
+    (drawn,) = pretrain.pictures(drive, [0.25])
+    away = {
+        (number, old): np.abs(arrays["img"][number].astype(float) - half).mean()
+        for number in (1, 5)
+        for old, half in ((True, drawn[:6]), (False, drawn[6:]))
+    }
+    for number, old in ((1, True), (5, False)):
+        # In grey levels: of its own moment, and of one that is 0.2 s away.
+        assert away[number, old] < 1.0
+        assert away[number, not old] > 2 * away[number, old]
+        there = frames.unpack(arrays["img"][number])[0].astype(float)
+        ours = frames.unpack(drawn[:6] if old else drawn[6:])[0].astype(float)
+        assert abs((there - ours).mean()) < 0.5
+        assert np.corrcoef(there.ravel(), ours.ravel())[0, 1] > 0.95
 
 
 def test_the_calibration_is_what_makes_them_land(tmp_path: Path):

@@ -15,7 +15,7 @@ from tpuport.foundation.errors import UsageError
 av = pytest.importorskip("av")
 openpilot_logging = pytest.importorskip("openpilot_logging.logreader")
 
-OPTIONS = make_data.RouteOptions(segments=2, seconds=1.0, seed=5, qcamera=True)
+OPTIONS = make_data.RouteOptions(segments=2, seconds=1.0, seed=5, qcamera=True, height=1.5)
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,8 @@ def test_openpilots_own_reader_reads_the_log(segments: list[Path]):
     assert counts["initData"] == counts["carParams"] == 1
     times = [event.logMonoTime for event in events]
     assert times == sorted(times)
+    heights = [e.liveCalibration.height[0] for e in events if e.which() == "liveCalibration"]
+    assert heights == pytest.approx([1.5] * 4)
     first = next(event.roadEncodeIdx for event in events if event.which() == "roadEncodeIdx")
     # Frames are counted over the route, places in the file from the segment's start.
     assert (first.frameId, first.segmentId, first.segmentNum) == (37 + 20, 0, 1)
@@ -172,17 +174,30 @@ def test_a_lane_change_is_wished_for_and_driven():
     np.testing.assert_allclose(before - after, side * LANE, atol=0.4)
 
 
-@pytest.mark.parametrize("rpy", [(0.0, 0.0, 0.0), (0.02, 0.03, -0.02)])
-def test_lines_are_painted_where_they_are_projected_to(rpy: tuple[float, float, float]):
+@pytest.mark.parametrize(
+    ("rpy", "lane", "height"),
+    [
+        ((0.0, 0.0, 0.0), LANE, constants.MODEL_CAMERA_HEIGHT),
+        ((0.02, 0.03, -0.02), LANE, constants.MODEL_CAMERA_HEIGHT),
+        ((0.0, 0.02, 0.0), 2.8, 1.9),
+    ],
+)
+def test_lines_are_painted_where_they_are_projected_to(
+    rpy: tuple[float, float, float], lane: float, height: float
+):
     camera = constants.DEVICE_CAMERAS["mici", "os04c10"].road
     size = (camera.width, camera.height)
-    drive = Drive(DriveOptions(10, seed=6, lead=0.0))
-    painter = drawing.Painter(camera.intrinsics, size, rpy, dashed=False)
+    drive = Drive(DriveOptions(10, seed=6, lead=0.0, lane=lane, height=height))
+    painter = drawing.Painter(camera.intrinsics, size, rpy, dashed=False, height=height)
+    labels = drive.labels(1.0)
+    np.testing.assert_allclose(np.diff(labels["lane_lines"][:, 0, 0]), lane, rtol=0.02)
+    assert (labels["lane_lines"][..., 1] == np.float32(height)).all()
+    assert np.abs(labels["road_edges"][:, 0, 0]).sum() == pytest.approx(3 * lane + 1.5, rel=0.02)
     y = painter.paint(drive, 1.0)[: size[0] * size[1]].reshape(size[::-1])
     for forward in (7.0, 12.0, 25.0):
-        for right in drive.lines(1.0, [forward], (-LANE / 2, LANE / 2))[:, 0]:
+        for right in drive.lines(1.0, [forward], (-lane / 2, lane / 2))[:, 0]:
             seen = geometry.project(
-                [forward, right, constants.MODEL_CAMERA_HEIGHT],
+                [forward, right, height],
                 geometry.camera_from_calib(rpy, camera.intrinsics),
             )
             row, column = round(seen[1]), round(seen[0])

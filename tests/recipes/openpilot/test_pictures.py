@@ -79,6 +79,41 @@ def test_lines_that_are_unlikely_and_labels_that_are_not_valid_are_not_drawn():
     assert (pictures.draw(image, behind, (0, 0, 0)) == 100).all()
 
 
+def test_a_path_ends_at_the_horizon_and_where_the_road_hides_it():
+    image = np.full((256, 512, 3), 100, np.uint8)
+    horizon = int(geometry.project([1e9, 0, 0], geometry.model_from_calib())[1])
+    number = np.arange(33)
+    plain = np.zeros((33, 15))
+    plain[:, 0] = 3.0 + 4.0 * number
+    changed = {}
+    for name, column, values in (
+        ("level", 2, 0.0 * number),
+        ("flies", 2, np.where(number < 10, 0.0, -3.0)),
+        ("turns back", 0, np.where(number < 10, plain[:, 0], 40.0 - 4.0 * number)),
+        ("jumps", 2, np.where(number % 2 & (number > 5), 0.5, 0.0)),
+    ):
+        plan = plain.copy()
+        plan[:, column] = values
+        drawn = pictures.draw(image, pictures.Overlay(plan=plan), (0, 0, 0))
+        changed[name] = (drawn != image).any(-1)
+        assert not changed[name][:horizon].any(), name
+        # Narrower from row to row, as a straight path of one width is: no spikes.
+        widths = changed[name][200:horizon:-1].sum(1)
+        assert (np.diff(widths) <= 1).all(), (name, widths)
+    near = [np.flatnonzero(rows.any(1))[0] for rows in changed.values()]
+    end = geometry.project([39.0, 0, 1.22], geometry.model_from_calib())[1]
+    assert near[0] < horizon + 10
+    assert near[1] == pytest.approx(end, abs=2)
+    assert near[2] == pytest.approx(end, abs=2)
+    for name in ("flies", "turns back"):
+        assert not (changed[name] & ~changed["level"]).any()
+    higher = pictures.Overlay(plan=plain, height=2.0)
+    below = pictures.draw(image, higher, (0, 0, 0))
+    assert (below != image).any(-1).sum() != changed["level"].sum()
+    labels = {"lane_lines": np.full((1, 4, 33, 2), 2.0)}
+    assert pictures.Overlay.of(labels, 0).height == 2.0
+
+
 def test_both_models_and_the_truth_are_seen(tmp_path: Path):
     times = [1.0, 1.05, 1.1, 1.15]
     painter = drawing.Painter(CAMERA.intrinsics, SIZE, RPY)
