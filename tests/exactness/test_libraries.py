@@ -284,8 +284,10 @@ def test_the_checks_of_beartype_draw_nothing(draws):
     exec(compile(CHECKED, "<@beartype(scaled) at 0x1>", "exec"), names)
     checked = names["checked"]
     ported = tpuport.convert(lambda x: checked(x, [1, 2, 3]))
-    if draws:
-        with pytest.raises(PortError, match=r"TPU404.*random"):
-            ported(X)
-    else:
-        torch.testing.assert_close(ported(X).torch(), X * 6)
+    random.seed(3)
+    drawn = random.sample([1, 2], 1)[0] if draws else 1
+    after = random.random()
+    random.seed(3)
+    torch.testing.assert_close(ported(X).torch(), X * 6 * drawn)
+    # As the checks are left out, what follows them is what it is without them.
+    assert random.random() == after

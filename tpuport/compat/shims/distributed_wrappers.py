@@ -19,7 +19,8 @@ from tpuport.foundation.patching.shim import Replacement, Shim
 from tpuport.tracing.core.errors import port_error
 
 
-def _everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> list[Replacement]:
+def everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> list[Replacement]:
+    """Replace a class or function under each name that it has in its module and in others."""
     original = vars(home)[name]
     owners = [home, *(sys.modules[place] for place in places if place in sys.modules)]
     return [
@@ -30,7 +31,7 @@ def _everywhere(home: Any, name: str, ours: Any, places: tuple[str, ...]) -> lis
     ]
 
 
-def _alone(original: Any, attributes: dict[str, Any]) -> Any:
+def alone(original: Any, attributes: dict[str, Any]) -> Any:
     """Return a subclass of the same name with these attributes."""
     names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
     bases: Any = (original,)
@@ -50,8 +51,8 @@ class DistributedDataParallelism(Shim):
     def replacements(self) -> list[Replacement]:
         name = "DistributedDataParallel"
         home = importlib.import_module("torch.nn.parallel.distributed")
-        ours = _alone(vars(home)[name], _distributed_attributes(vars(home)[name]))
-        return _everywhere(home, name, ours, ("torch.nn.parallel", "torch.nn"))
+        ours = alone(vars(home)[name], _distributed_attributes(vars(home)[name]))
+        return everywhere(home, name, ours, ("torch.nn.parallel", "torch.nn"))
 
 
 def _attributes(original: Any) -> dict[str, Any]:
@@ -168,9 +169,7 @@ def _sync_buffers(wrapper: Any) -> None:
 
 
 class FullyShard(Shim):
-    """`fully_shard` leaves the parameters unsharded and adds its methods, which do nothing;
-    `FullyShardedDataParallel` is refused.
-    """
+    """`fully_shard` leaves the parameters unsharded and adds its methods, which do nothing."""
 
     TARGET = "torch.distributed.fsdp.fully_shard"
     REASON = "it shards over processes; here the partitioner shards over a mesh"
@@ -211,7 +210,7 @@ class FullyShard(Shim):
                     one.__class__ = type(f"FSDP{kind.__name__}", (whole, kind), {})
             return module
 
-        return _everywhere(home, "fully_shard", fully_shard, self.PLACES)
+        return everywhere(home, "fully_shard", fully_shard, self.PLACES)
 
 
 def _do_nothing(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -229,29 +228,3 @@ def _check_policy(module: nn.Module, policy: Any) -> None:
                 " which tpuport does not do for it",
                 remedy=f"cast the module by .to({dtype}), or leave the policy out",
             )
-
-
-class FullyShardedDataParallel(Shim):
-    """`FullyShardedDataParallel(module)` is refused, with `fully_shard` as the way out."""
-
-    TARGET = "torch.distributed.fsdp.FullyShardedDataParallel"
-    REASON = "it flattens and shards parameters over processes, which one process does not have"
-    REFERENCE = "a refusal"
-    MODULE = "torch.distributed.fsdp.fully_sharded_data_parallel"
-
-    def replacements(self) -> list[Replacement]:
-        home = importlib.import_module(self.MODULE)
-        original = home.FullyShardedDataParallel
-
-        def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-            if active() is None:
-                return original.__init__(self, module, *args, **kwargs)
-            raise port_error(
-                "FullyShardedDataParallel flattens the parameters to shard them over processes,"
-                " and this is the only one",
-                remedy="turn FSDP off in the program's options (tpuport shards over a mesh), or use"
-                " fully_shard",
-            )
-
-        ours = _alone(original, {"__init__": init})
-        return _everywhere(home, original.__name__, ours, ("torch.distributed.fsdp",))
