@@ -21,12 +21,13 @@ FULL, LOCAL = fsdp.StateDictType.FULL_STATE_DICT, fsdp.StateDictType.LOCAL_STATE
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(4, 4, bias=False)  # what follows takes a bias out
+        self.norm = nn.BatchNorm1d(4)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return self.linear(x).tanh()
+        return self.norm(self.linear(x)).tanh()
 
 
 class Net(nn.Module):
@@ -63,8 +64,9 @@ def script(device: str, **options: Any) -> dict[str, Any]:
     """Train, save, load and go on; return all that can be seen."""
     sharded = fsdp.FullyShardedDataParallel
     model = built(device, sync_module_states=device == "cuda", **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    x = torch.linspace(-1, 1, 12, device=device).view(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.linspace(-1, 1, 12, device=device).view(3, 4).square()
+    x = x.half() if "mixed_precision" in options else x  # which makes it float32 again
     seen: dict[str, Any] = {"losses": [], "norms": []}
 
     def step() -> None:
@@ -96,7 +98,7 @@ def script(device: str, **options: Any) -> dict[str, Any]:
 
     model = built(device, **options)
     model.load_state_dict(kept)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     given = sharded.optim_state_dict_to_load(model, optimizer, moments)
     optimizer.load_state_dict(given)
     step()
@@ -119,10 +121,11 @@ def gloo():
     "options",
     [
         {},
+        {"mixed_precision": fsdp.MixedPrecision(torch.float32, cast_forward_inputs=True)},
         {"auto_wrap_policy": None, "mixed_precision": fsdp.MixedPrecision(torch.float32)},
         {"sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP, "forward_prefetch": True},
     ],
-    ids=["units", "one", "strategy"],
+    ids=["units", "cast", "one", "strategy"],
 )
 @pytest.mark.usefixtures("gloo")
 def test_a_script_is_that_of_pytorchs_own(options: dict[str, Any]):
@@ -189,7 +192,7 @@ def test_parts_are_wrapped_by_a_function_of_sizes_and_others_are_left():
     )
     assert not isinstance(left.blocks[0], fsdp.FullyShardedDataParallel)
     assert isinstance(left.blocks[1], fsdp.FullyShardedDataParallel)
-    assert len(model.params) == 4  # of the head and of the block that is left
+    assert len(model.params) == 5  # of the head and of the block that is left
 
 
 def test_it_needs_a_group():

@@ -81,7 +81,7 @@ def _init(original: Any) -> Any:
         if policy is not None:
             _wrap_parts(self, module, policy, options)
         nn.Module.__init__(self)
-        _begin(self, module, original)
+        _begin(self, module, original, options)
         return None
 
     return init
@@ -99,6 +99,10 @@ def _only_held(original: Any, name: str, ours: Any) -> Any:
 
 
 def _forward(unit: Any, *args: Any, **kwargs: Any) -> Any:
+    asked = unit.mixed_precision
+    if asked.cast_forward_inputs or (unit._is_root and asked.cast_root_forward_inputs):
+        utils: Any = importlib.import_module("torch.distributed.utils")
+        args, kwargs = utils._cast_forward_inputs(asked.param_dtype, *args, **kwargs)
     return vars(unit)["_modules"][_WRAPPED](*args, **kwargs)
 
 
@@ -187,11 +191,11 @@ def _wrap_parts(unit: Any, module: nn.Module, policy: Any, options: dict[str, An
     ignored = {part for one in given if isinstance(one, nn.Module) for part in one.modules()}
     kept = {param for part in ignored for param in part.parameters()}
     kept |= {one for one in given if isinstance(one, nn.Parameter)}
-    kwargs = {"mixed_precision": None, "use_orig_params": True}
+    kwargs = {"mixed_precision": options.get("mixed_precision"), "use_orig_params": True}
     wrap._auto_wrap(module, policy, ignored, kept, kwargs, type(unit))
 
 
-def _begin(unit: Any, module: nn.Module, original: Any) -> None:
+def _begin(unit: Any, module: nn.Module, original: Any, options: dict[str, Any]) -> None:
     home: Any = importlib.import_module("torch.distributed.fsdp._common_utils")
     api: Any = importlib.import_module("torch.distributed.fsdp.api")
     unit._only_process = True
@@ -202,7 +206,8 @@ def _begin(unit: Any, module: nn.Module, original: Any) -> None:
     unit._is_root = True
     unit.sharding_strategy = api.ShardingStrategy.NO_SHARD
     unit.training_state = home.TrainingState.IDLE
-    unit._use_orig_params, unit.mixed_precision = True, api.MixedPrecision()
+    unit._use_orig_params = True
+    unit.mixed_precision = options.get("mixed_precision") or api.MixedPrecision()
     unit._handle, unit._ignored_modules, unit.world_size, unit.rank = None, set(), 1, 0
     # What FSDP of torch 2.0 has, which code of its time asks for: a unit's own parameters.
     inner = {id(p) for m in module.modules() if isinstance(m, original) for p in m.parameters()}
