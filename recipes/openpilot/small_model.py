@@ -290,7 +290,7 @@ class DrivingModel(nn.Module):
             found |= self.policy(features, buffers)
         if "pad" in self.kind.heads:
             first = next(iter(found.values()))
-            found["pad"] = first.new_zeros(len(first), self.kind.heads["pad"])
+            found["pad"] = torch.zeros(len(first), self.kind.heads["pad"], dtype=first.dtype)
         return torch.cat([found[name] for name in self.kind.heads], dim=1)
 
 
