@@ -33,24 +33,29 @@ class CopyIndex:
             new = {id(one): one for one in originals if id(one) not in self._originals}
             self._originals |= new
             self._places |= {key: set() for key in new}
-            self._num_modules = len(sys.modules)
-            return sum(self._look_in(*item, new) for item in list(sys.modules.items()))
+            self._num_modules, seen = len(sys.modules), self._seen
+            names_of = {
+                module_name: names
+                for module_name, module in list(sys.modules.items())
+                if type(names := getattr(module, "__dict__", None)) is dict
+            }
+            if not new:
+                names_of = {
+                    module_name: names
+                    for module_name, names in names_of.items()
+                    if seen.get(module_name) != (id(names), len(names)) or module_name == "__main__"
+                }
+            for module_name, names in names_of.items():
+                self._look_in(module_name, names)
+            return len(names_of)
 
-    def _look_in(self, module_name: str, module: Any, new: dict[int, Any]) -> bool:
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict):
-            return False
-        mark = (id(names), len(names))
-        is_known = self._seen.get(module_name) == mark and module_name != "__main__"
-        wanted = new if is_known else self._originals
-        self._seen[module_name] = mark
-        if not wanted:
-            return False
-        if not wanted.keys().isdisjoint(map(id, list(names.values()))):
-            for name, value in list(names.items()):
-                if id(value) in wanted:
-                    self._places[id(value)].add((module_name, name))
-        return True
+    def _look_in(self, module_name: str, names: dict[str, Any]) -> None:
+        self._seen[module_name] = (id(names), len(names))
+        if self._originals.keys().isdisjoint(map(id, list(names.values()))):
+            return
+        for name, value in list(names.items()):
+            if id(value) in self._originals:
+                self._places[id(value)].add((module_name, name))
 
     def look_for_new(self, originals: Iterable[Any]) -> None:
         """Find those functions that were not looked for, unless other modules were imported."""
