@@ -200,9 +200,9 @@ def _begin(unit: Any, module: nn.Module, original: Any, options: dict[str, Any])
     api: Any = importlib.import_module("torch.distributed.fsdp.api")
     unit._only_process = True
     setattr(unit, _WRAPPED, module)
-    for part in module.modules():
-        if isinstance(part, original):
-            part._is_root = False
+    inner: list[Any] = [part for part in module.modules() if isinstance(part, original)]
+    for part in inner:
+        part._is_root = False
     unit._is_root = True
     unit.sharding_strategy = api.ShardingStrategy.NO_SHARD
     unit.training_state = home.TrainingState.IDLE
@@ -210,8 +210,8 @@ def _begin(unit: Any, module: nn.Module, original: Any, options: dict[str, Any])
     unit.mixed_precision = options.get("mixed_precision") or api.MixedPrecision()
     unit._handle, unit._ignored_modules, unit.world_size, unit.rank = None, set(), 1, 0
     # What FSDP of torch 2.0 has, which code of its time asks for: a unit's own parameters.
-    inner = {id(p) for m in module.modules() if isinstance(m, original) for p in m.parameters()}
-    unit.params = [p for p in module.parameters() if id(p) not in inner]
+    others = {id(param) for part in inner for param in part.parameters()}
+    unit.params = [param for param in module.parameters() if id(param) not in others]
     unit._streams = {}
     unit._state_dict_type = api.StateDictType.FULL_STATE_DICT
     unit._state_dict_config = api.FullStateDictConfig()
@@ -242,7 +242,7 @@ def _of_models(original: Any) -> dict[str, Any]:
 
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """Return the units in a module."""
-        units = [one for one in module.modules() if isinstance(one, original)]
+        units: list[Any] = [one for one in module.modules() if isinstance(one, original)]
         return [one for one in units if not root_only or one.check_is_root()]
 
     @contextlib.contextmanager
@@ -254,7 +254,7 @@ def _of_models(original: Any) -> dict[str, Any]:
             return
         home: Any = importlib.import_module("torch.distributed.fsdp._common_utils")
         recurse = args[0] if args else kwargs.get("recurse", True)
-        units = fsdp_modules(module) if recurse else [module]
+        units: list[Any] = fsdp_modules(module) if recurse else [module]
         before = [unit.training_state for unit in units]
         for unit in units:
             unit.training_state = home.TrainingState.SUMMON_FULL_PARAMS
@@ -301,7 +301,8 @@ def _of_models(original: Any) -> dict[str, Any]:
             optim.load_state_dict(found)
         return found
 
-    functions = (fsdp_modules, summon_full_params, optim_state_dict, optim_state_dict_to_load)
+    functions: list[Any] = [fsdp_modules, summon_full_params]
+    functions += [optim_state_dict, optim_state_dict_to_load]
     return {one.__name__: staticmethod(one) for one in functions}
 
 
