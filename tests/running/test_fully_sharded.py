@@ -165,6 +165,8 @@ def test_what_would_change_numbers_or_shapes_is_refused():
     for dtypes in ({"reduce_dtype": half}, {"buffer_dtype": half}):
         with pytest.raises(PortError, match=rf"{next(iter(dtypes))}=torch\.bfloat16 of a module"):
             built("cuda", mixed_precision=fsdp.MixedPrecision(**dtypes))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'use_original_params'"):
+        built("cuda", use_original_params=True)
     with torch.device("meta"):
         net = Net()
     with pytest.raises(PortError, match="weights that are on the meta device"):

@@ -8,6 +8,7 @@ is the structure: units by `auto_wrap_policy`, the names of parameters, which ha
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,21 +25,6 @@ from tpuport.tracing.core.errors import port_error
 _NAME = "FullyShardedDataParallel"
 _WRAPPED = "_fsdp_wrapped_module"
 _PREFIX = f"{_WRAPPED}."
-# Options that say how parameters are communicated and where they wait: they change no number here.
-_WITHOUT_EFFECT = frozenset(
-    "process_group sharding_strategy cpu_offload backward_prefetch sync_module_states"
-    " forward_prefetch limit_all_gathers device_mesh".split()
-)
-_OPTIONS = _WITHOUT_EFFECT | frozenset(
-    "auto_wrap_policy mixed_precision ignored_modules param_init_fn device_id use_orig_params"
-    " ignored_states".split()
-)
-_ORDER = (
-    *("process_group", "sharding_strategy", "cpu_offload", "auto_wrap_policy"),
-    *("backward_prefetch", "mixed_precision", "ignored_modules", "param_init_fn", "device_id"),
-    *("sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params"),
-    *("ignored_states", "device_mesh"),
-)
 # Class functions of the original that speak of shards, with what does the same here.
 _REFUSED = {
     "full_optim_state_dict": "optim_state_dict",
@@ -70,10 +56,13 @@ class FullyShardedDataParallel(Shim):
 
 
 def _init(original: Any) -> Any:
+    signature = inspect.signature(original.__init__)
+
     def init(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if active() is None:
             return original.__init__(self, module, *args, **kwargs)
-        options = {**dict(zip(_ORDER, args, strict=False)), **kwargs}
+        # Options that say how parameters are communicated and where they wait change nothing here.
+        options = signature.bind(self, module, *args, **kwargs).arguments
         _check(module, options)
         if options.get("device_id") is not None:
             module.to(_device(options["device_id"]))
