@@ -248,7 +248,19 @@ class Moments(nn.Module):
         return outputs.unflatten(0, (rows, moments))
 
 
-class Patches(nn.Module):
+class Product(nn.Module):
+    """A convolution that is computed as another product while the model is trained.
+
+    Args:
+        conv: The convolution.
+    """
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+
+
+class Patches(Product):
     """A convolution whose stride is its kernel, as one product over patches that are given.
 
     Of this and of `Dense`, XLA computes the gradient on a CPU several times as fast as of the
@@ -258,25 +270,17 @@ class Patches(nn.Module):
         conv: The convolution.
     """
 
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `patches` (n, h, w, in) to (n, out, h, w)."""
         return F.linear(x, self.conv.weight.flatten(1), self.conv.bias).permute(0, 3, 1, 2)
 
 
-class Dense(nn.Module):
+class Dense(Product):
     """A depthwise convolution, computed as a dense one that has zeros between channels.
 
     Args:
         conv: The convolution.
     """
-
-    def __init__(self, conv: nn.Conv2d) -> None:
-        super().__init__()
-        self.conv = conv
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (n, c, h, w) to (n, c, h / stride, w / stride)."""
@@ -301,7 +305,7 @@ def as_convolutions(model: nn.Module) -> None:
     """Undo `as_products`."""
     for parent in list(model.modules()):
         for name, one in list(parent.named_children()):
-            if isinstance(one, Dense | Patches):
+            if isinstance(one, Product):
                 setattr(parent, name, one.conv)
 
 

@@ -69,7 +69,7 @@ class CopyIndex:
         self.look_for_new([original])
         for module_name, name in sorted(self._places[id(original)]):
             module = sys.modules.get(module_name)
-            if module is not None and vars(module).get(name) is original:
+            if getattr(module, "__dict__", {}).get(name) is original:
                 yield module, name
 
 
