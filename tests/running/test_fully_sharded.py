@@ -142,6 +142,22 @@ def test_a_script_is_that_of_pytorchs_own(options: dict[str, Any]):
     assert got == want
 
 
+@pytest.mark.usefixtures("gloo")
+def test_a_class_that_is_kept_is_pytorchs_own_outside_of_a_block(monkeypatch: pytest.MonkeyPatch):
+    want = script("cpu")
+    with tpuport.porting():
+        kept = fsdp.FullyShardedDataParallel
+    assert kept is not fsdp.FullyShardedDataParallel
+    monkeypatch.setattr(fsdp, "FullyShardedDataParallel", kept)
+    got = script("cpu")
+    for name in ("losses", "norms", "kept", "local", "result", "state", "moments"):
+        torch.testing.assert_close(got.pop(name), want.pop(name), rtol=0, atol=0)
+    assert got == want
+    model = built("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert kept.full_optim_state_dict(model, optimizer)["state"] == {}
+
+
 @pytest.fixture
 def ported():
     with tpuport.porting():

@@ -50,7 +50,10 @@ class FullyShardedDataParallel(Shim):
     def replacements(self) -> list[Replacement]:
         home = importlib.import_module(self.MODULE)
         original = home.FullyShardedDataParallel
-        refused = {name: staticmethod(_refuse(name, instead)) for name, instead in _REFUSED.items()}
+        refused = {
+            name: staticmethod(_refuse(original, name, instead))
+            for name, instead in _REFUSED.items()
+        }
         ours = alone(original, {**_of_units(original), **_of_models(original), **refused})
         return everywhere(home, original.__name__, ours, ("torch.distributed.fsdp",))
 
@@ -237,10 +240,6 @@ def _of_models(original: Any) -> dict[str, Any]:
     @contextlib.contextmanager
     def summon_full_params(module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Name parameters without prefixes in the block; they are whole anyway."""
-        if active() is None:
-            with original.summon_full_params(module, *args, **kwargs):
-                yield
-            return
         home: Any = importlib.import_module("torch.distributed.fsdp._common_utils")
         recurse = args[0] if args else kwargs.get("recurse", True)
         units: list[Any] = fsdp_modules(module) if recurse else [module]
@@ -292,7 +291,19 @@ def _of_models(original: Any) -> dict[str, Any]:
 
     functions: list[Any] = [fsdp_modules, summon_full_params]
     functions += [optim_state_dict, optim_state_dict_to_load]
-    return {one.__name__: staticmethod(one) for one in functions}
+    return {one.__name__: staticmethod(_of_model(original, one)) for one in functions}
+
+
+def _of_model(original: Any, ours: Any) -> Any:
+    """Return a class function that is PyTorch's own for a model whose units were not made here."""
+    own = getattr(original, ours.__name__)
+
+    @functools.wraps(own)
+    def function(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        held = any("_only_process" in vars(module) for module in model.modules())
+        return (ours if held else own)(model, *args, **kwargs)
+
+    return function
 
 
 def _names_by_number(model: nn.Module, optim: Any) -> dict[int, str]:
@@ -302,10 +313,14 @@ def _names_by_number(model: nn.Module, optim: Any) -> dict[int, str]:
     return {number: named[id(param)] for number, param in enumerate(params)}
 
 
-def _refuse(name: str, instead: str) -> Any:
+def _refuse(original: Any, name: str, instead: str) -> Any:
+    own = getattr(original, name)
+
+    @functools.wraps(own)
     def refused(*args: Any, **kwargs: Any) -> Any:
         """Refuse: there are no shards."""
-        del args, kwargs
+        if active() is None:
+            return own(*args, **kwargs)
         raise port_error(
             f"{_NAME}.{name} speaks of shards of an optimizer's state, and one process has none",
             remedy=f"use {_NAME}.{instead}, or the optimizer's own state_dict and load_state_dict",
