@@ -20,7 +20,7 @@ from recipes.openpilot.small_model import DrivingModel
 from tpuport.foundation.errors import UsageError
 
 KIND = GENERATIONS["2026-07"][0]
-# In metres, a quarter to two fifths above what the shipped weights give (1.03, 0.59 and 0.64), since
+# In metres, a quarter to two fifths above what the shipped weights give (1.03, 0.59 and 0.64), as
 # processors round differently. Cars ahead are not seen.
 BOUND = {"path_lateral_error_m": 1.3, "lane_line_error_m": 0.8, "road_edge_error_m": 0.9}
 WIDTH = max(part.stop for part in KIND.slices.values())
