@@ -129,13 +129,17 @@ def running_module(trace: TracebackType | None) -> str | None:
 
 def user_frame() -> FrameType | None:
     """Return the innermost running frame that is neither tpuport's nor torch's nor jax's."""
+    return next(user_frames(), None)
+
+
+def user_frames() -> Iterator[FrameType]:
+    """Yield the running frames that are not of tpuport, torch or jax, the innermost first."""
     inside = inside_prefixes()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith(inside):
-            return frame
+            yield frame
         frame = frame.f_back
-    return None
 
 
 def user_site() -> tuple[str, int, CodeType] | None:

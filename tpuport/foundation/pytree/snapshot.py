@@ -17,6 +17,7 @@ class Snapshot:
     """
 
     def __init__(self, roots: list[Any]) -> None:
+        self.roots = roots
         self.saved: list[tuple[Any, Children]] = []
 
         def parts(value: Any) -> list[Any]:

@@ -89,13 +89,19 @@ class Flattener:
         objects: Flatten plain objects and numpy arrays without tensors too, so that the
             rebuilt structure shares nothing that a call could change.
         shared: Whether a tensor that is held twice is one leaf.
+        empty: Whether an empty list or dict is a container like others.
     """
 
     def __init__(
-        self, leaf: Callable[[Any], bool], *, objects: bool = False, shared: bool = True
+        self,
+        leaf: Callable[[Any], bool],
+        *,
+        objects: bool = False,
+        shared: bool = True,
+        empty: bool = False,
     ) -> None:
         self.leaf = leaf
-        self.objects, self.shared = objects, shared
+        self.objects, self.shared, self.empty = objects, shared, empty or objects
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         self.seen: dict[int, tuple[str, int]] = {}
@@ -127,7 +133,7 @@ class Flattener:
         known = self.seen.get(id(value))
         if known is not None:
             return known, known
-        if kind in (list, tuple, dict, OrderedDict) and not value and not self.objects:
+        if kind in (list, tuple, dict, OrderedDict) and not value and not self.empty:
             return ("static_new", kind), (kind, ())
         container = isinstance(value, (list, tuple, dict, UserDict, deque, set, frozenset))
         container = container or (self.objects and is_plain(value))

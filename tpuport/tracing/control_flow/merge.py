@@ -23,6 +23,12 @@ from tpuport.foundation.interop import backend
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.foundation.tracebacks import forget
 from tpuport.foundation.user_frames import user_places
+from tpuport.tracing.control_flow.given_containers import (
+    SideFlattener,
+    from_before,
+    given_by_both,
+    watch_merged,
+)
 from tpuport.tracing.control_flow.sized_results import (
     Bounds,
     Counts,
@@ -98,15 +104,26 @@ class _Side:
     places: list[int | None] = field(default_factory=list)
     given: list[Any] = field(default_factory=list)
     links: list[tuple[Storage, Storage, bool]] = field(default_factory=list)
+    # Its containers from before the branch, and the index of each container, by their paths.
+    before: Collection[int] = ()
+    containers: dict[str, Any] = field(default_factory=dict)
+    indices: dict[str, int] = field(default_factory=dict)
     # The tensors that it made with a size that depends on data, by id, and the dims of these sizes.
     counted: list[tuple[int, int]] = field(default_factory=list)
     bounds: list[Bounds] = field(default_factory=list)
 
-    def flatten(self) -> list[Any]:
-        """Take the leaves of the result, and return the arrays of those that are new."""
+    def flatten(self, kept: Collection[int] = ()) -> list[Any]:
+        """Take the leaves of the result, and return the arrays of those that are new.
+
+        Args:
+            kept: the ids of containers that both sides give, which are kept as they are.
+        """
         known = {id(leaf): index for index, leaf in enumerate(self.leaves)}
         # Which of them are one may differ between the sides.
-        leaves, self.spec = pytree.flatten(self.result, leaf=branch_leaf, shared=False)
+        flattener = SideFlattener(branch_leaf, self.before, kept)
+        node, key = flattener.visit(self.result, "")
+        leaves, self.spec = flattener.leaves, pytree.TreeSpec(node, key, flattener.keep)
+        self.containers, self.indices = flattener.given, flattener.places
         places = [known.get(id(leaf)) for leaf in leaves]
         outside = [leaf for leaf, at in zip(leaves, places, strict=True) if at is None]
         with torch.enable_grad():  # no_grad stops what ops make, and not what a name stands for
@@ -162,11 +179,12 @@ def merge(
     """
     test = jnp.reshape(test, ()).astype(bool)
     draws, decisions, sides = trace.draws, Decisions(trace), []
+    before = from_before(snapshot, trace.shared)
     for thunk in (then, orelse):
         if snapshot is not None:
             snapshot.restore()
         trace.draws = draws
-        sides.append(_traced_side(trace, thunk, snapshot))
+        sides.append(_traced_side(trace, thunk, snapshot, before))
     trace.draws = draws
     found: Any = _only_outcome(test, sides)
     if snapshot is not None and found is None:
@@ -194,15 +212,16 @@ def merge(
 
 
 def _align(sides: list[_Side], snapshot: Snapshot) -> None:
-    """Make both sides give what either of them changed, if they differ in that."""
-    if sides[0].spec.key == sides[1].spec.key:
+    """Make both sides give what either of them changed, and keep the containers that both give."""
+    kept = given_by_both(*(side.containers for side in sides))
+    if sides[0].spec.key == sides[1].spec.key and not kept:
         return
     changes = [side.result[1] for side in sides]
     for side, own, other in zip(sides, changes, reversed(changes), strict=True):
         side.result = side.result[0], snapshot.aligned(own, other)
         # What it gives may hold containers from before, which then hold what it left there.
         snapshot.apply(own)
-        new = side.flatten()
+        new = side.flatten(kept)
         snapshot.restore()
         outside = [leaf for leaf, at in zip(side.leaves, side.places, strict=True) if at is None]
         side.given = list(zip(outside, new, strict=True))
@@ -239,12 +258,20 @@ class _Merge:
         leaves = _merged_leaves(self.trace, self.sides, values, sizes)
         for side, taken, inner in zip(self.sides, (test, ~test), tests, strict=True):
             self._link(side, leaves, taken, inner)
-        rebuilt = pytree.unflatten(a.spec, leaves)
+        made: dict[int, Any] = {}
+        rebuilt = pytree.unflatten(a.spec, leaves, made)
         if snapshot is None:
             return rebuilt
         result, changes = rebuilt
         snapshot.restore()
         snapshot.apply(changes)
+        pairs = [
+            (made[a.indices[path]], given)
+            for side in self.sides
+            for path, given in side.containers.items()
+            if path in a.indices
+        ]
+        watch_merged(self.trace.shared, pairs, snapshot, self.apart)
         return result
 
     def _link(
@@ -430,9 +457,11 @@ def _untraced(error: Exception) -> TpuportError:
     )
 
 
-def _traced_side(trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None) -> _Side:
+def _traced_side(
+    trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None, before: Collection[int]
+) -> _Side:
     """Trace one side to a program: its result, what it writes, or the exception it raises."""
-    side = _Side()
+    side = _Side(before=before)
 
     def run() -> tuple[list[Any], ...]:
         values: list[Any] = []

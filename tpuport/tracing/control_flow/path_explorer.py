@@ -148,6 +148,8 @@ class Explorer:
 
     def run_module(self, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
         """Run a module call, explored if an earlier attempt saw it branch on traced values."""
+        if len(self.calls) == 1:
+            self.trace.shared.arguments = tuple(roots[1:])
         if transforming():
             # Merged results would have no tangents, so a call around it is explored.
             return thunk()

@@ -1,7 +1,8 @@
 """Tensors that are one on some paths of a program only: after `b = a if c else a * 2`, b and a.
 
 A branch gives each of its results a value of its own, so a later write to one of two such tensors
-has to reach the other where they are one.
+has to reach the other where they are one. Of two containers that are one on some paths none may be
+written to later.
 """
 
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuport.foundation.pytree.children import Children, children
 from tpuport.tracing.core import int64
 
 # Raises that the branch cannot be merged, or asks for a trace that explores it.
@@ -37,11 +39,35 @@ class Link:
     holder: "weakref.ref[Any] | None" = None
 
 
+@dataclass(frozen=True)
+class MergedContainer:
+    """A container that a branch made, and one from before that it is on some paths.
+
+    Attributes:
+        made: the one that the branch made.
+        of: the other one.
+        content: what each of them had after the branch.
+        refuse: makes the error where one of them has something else at the end.
+    """
+
+    made: Any
+    of: Any
+    content: tuple[Children, Children]
+    refuse: Refusal
+
+
 class SharedTensors:
-    """The links between the storages of a trace."""
+    """The links between the storages of a trace, and its containers that stand for others.
+
+    Attributes:
+        merged: those containers.
+        arguments: what the call was given, which its caller reads after it.
+    """
 
     def __init__(self) -> None:
         self._links: dict[int, list[Link]] = {}
+        self.merged: list[MergedContainer] = []
+        self.arguments: tuple[Any, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self._links)
@@ -69,6 +95,26 @@ class SharedTensors:
             other = link.other()
             if other is not None and (link.holder is None or link.holder() is not None):
                 yield other, link
+
+    def note_merged(self, made: Any, of: Any, refuse: Refusal) -> None:
+        """Note that a container stands for another one."""
+        content = children(made), children(of)
+        self.merged.append(MergedContainer(made, of, content, refuse))
+
+    def merged_from(self, made: Any) -> list[Any]:
+        """Return the containers that one stands for."""
+        return [one.of for one in self.merged if one.made is made]
+
+    def refuse_writes(self) -> None:
+        """Raise if one of two containers that are one on some paths was written to.
+
+        Raises:
+            BaseException: what the branch gave to refuse it with.
+        """
+        for one in self.merged:
+            now = children(one.made), children(one.of)
+            if not all(a.is_same(b) for a, b in zip(one.content, now, strict=True)):
+                raise one.refuse()
 
     def follow(self, storage: Any, regions: list[int]) -> None:
         """Repeat a write to a storage where it is also a write to others.

@@ -332,6 +332,7 @@ class Tracer:
         ):
             try:
                 outcome = self._run(trace, request, outside)
+                trace.shared.refuse_writes()
                 if trace.recorder.restart is not None:
                     raise trace.recorder.restart
             except BaseException:

@@ -1,0 +1,130 @@
+"""Containers that a branch gives on some paths only: what is written to one of them later."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import tpuport
+
+
+class Step(nn.Module):
+    """Writes to the state that it is given, or to one that it makes."""
+
+    def forward(self, state: dict[str, Any], fresh: torch.Tensor) -> dict[str, Any]:
+        """Return the state."""
+        if fresh:
+            state = {"a": state["a"] * 2}
+        state["a"] = state["a"] + 1
+        return state
+
+
+class Pick(nn.Module):
+    """Returns one of two containers."""
+
+    def forward(self, a: Any, b: Any, c: torch.Tensor) -> Any:
+        """Return `a` or `b`."""
+        if c:
+            return a
+        return b
+
+
+class Containers(nn.Module):
+    """Writes to containers that are one with others on some paths, in one program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step, self.pick = Step(), Pick()
+        self.weight = nn.Parameter(torch.tensor([0.5, -2.0]))
+
+    def a_new_one_or_the_old(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        old = st = {"a": x}
+        if m[0]:
+            st = {"a": x * 5}
+        st["a"] = st["a"] + 1
+        return old["a"], st["a"]
+
+    def one_of_two_lists(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        a, b = [x], [x * 2]
+        one = a if m[0] else b
+        one.append(x * 7)
+        a[0] = x * 9
+        return one[0], sum(a), sum(b), len(a), len(b)
+
+    def an_empty_one(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        a: list[Any] = []
+        one = a if m[1] else []
+        one.append(x)
+        return len(a), len(one)
+
+    def the_same_on_both_sides(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        a, b = {"a": x}, [x]
+        if m[0]:
+            c, d, y = a, b, x * 2
+        else:
+            c, d, y = a, b, x * 3
+        c["a"] = y + 1
+        d.append(y)
+        return a["a"], sum(b), len(b)
+
+    def twice(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        q, r = {"a": x}, {"a": x * 3}
+        if m[0]:
+            r = q
+        if m[1]:
+            r, q = q, {"a": x * 2}
+        r["a"] = r["a"] * 2
+        return q["a"], r["a"]
+
+    def in_a_module(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        a, b = {"a": x}, {"a": x * 2}
+        new = self.step(a, m[0])
+        one = self.pick(a, b, m[1])
+        one["a"] = one["a"] - 3
+        return a["a"], b["a"], new["a"]
+
+    def an_attribute(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        self.kept = old = [x]
+        if m[0]:
+            self.kept = [x * 2]
+        self.kept[0] = self.kept[0] + 1
+        result = self.kept[0], old[0]
+        del self.kept
+        return result
+
+    def forward(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        """Return what all of them give."""
+        x = x * self.weight
+        return [
+            self.a_new_one_or_the_old(x, m),
+            self.one_of_two_lists(x, m),
+            self.an_empty_one(x, m),
+            self.the_same_on_both_sides(x, m),
+            self.twice(x, m),
+            self.in_a_module(x, m),
+            self.an_attribute(x, m),
+        ]
+
+
+CALLS = tuple(
+    (torch.tensor([1.0, 2.0]) + i, torch.tensor([bool(i & 1), bool(i & 2)])) for i in range(4)
+)
+
+
+def _assert_equal(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, check_device=False)
+
+
+def test_a_write_reaches_every_container_that_it_reaches_in_eager() -> None:
+    ported = tpuport.convert(Containers(), verify=False)
+    eager = Containers()
+    for call in CALLS:
+        _assert_equal(ported(*call), eager(*call))
+
+
+def test_a_write_to_an_argument_reaches_the_caller_on_some_paths_only() -> None:
+    ported = tpuport.convert(Step(), verify=False)
+    for fresh in (True, False, True):
+        ours, theirs = {"a": torch.ones(2)}, {"a": torch.ones(2)}
+        given, wanted = ported(ours, torch.tensor(fresh)), Step()(theirs, torch.tensor(fresh))
+        _assert_equal([given["a"], ours["a"]], [wanted["a"], theirs["a"]])
