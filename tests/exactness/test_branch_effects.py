@@ -130,6 +130,17 @@ def the_same_twice(x: torch.Tensor, m: torch.Tensor) -> Any:
     return a, b
 
 
+def one_again(x: torch.Tensor, m: torch.Tensor) -> Any:
+    a = x * 1
+    b = a
+    if m[1]:
+        b = x * 4
+    if m[0]:
+        b, a = a, x * 5
+    b += 1
+    return a, b
+
+
 def a_host_tensor_or_not(x: torch.Tensor, m: torch.Tensor) -> Any:
     z = torch.zeros(4, 2)
     y = z if m[0] else x * 2
@@ -177,6 +188,7 @@ FUNCTIONS = [
     one_of_two,
     a_row_or_another,
     the_same_twice,
+    one_again,
     a_host_tensor_or_not,
 ]
 FUNCTIONS += [rows, views, logarithms, host_tensors, containers, caught, appended]

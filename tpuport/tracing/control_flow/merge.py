@@ -302,8 +302,8 @@ class _Merge:
                 partner = merged_of.setdefault(storage.serial, new) if inside else storage
                 if partner is not new:
                     holder = None if isinstance(leaf, TracedTensor) else leaf
-                    self.trace.shared.add(
-                        *(new, partner, test, self.trace.regions[-1], self.apart), holder=holder
+                    self.trace.shared.add_all(
+                        *(new, partner, test, self.trace.regions, self.apart), holder=holder
                     )
 
     def _own_storage(self, leaf: Any) -> Storage | None:

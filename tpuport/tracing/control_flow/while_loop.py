@@ -166,21 +166,14 @@ class _Loop:
     def _link(self, results: list[Any], unchanged: jax.Array) -> None:
         """Link the variables after the loop to what they were before, and to one another."""
 
-        shared, region = self.trace.shared, self.trace.regions[-1]
-
         def refuse() -> BaseException:
             return shared_write(self.site)
 
         def link(one: Any, other: Any, test: jax.Array | None) -> None:
-            if not (isinstance(one, TracedTensor) and isinstance(other, TracedTensor)):
-                return
-            test = None if other._chain else test
-            for third, known in list(shared.of(other._storage)):
-                tests = None
-                if test is not None and known.test is not None and known.region == region:
-                    tests = test & known.test
-                shared.add(one._storage, third, tests, region, refuse)
-            shared.add(one._storage, other._storage, test, region, refuse)
+            if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
+                test = None if other._chain else test
+                storages = one._storage, other._storage
+                self.trace.shared.add_all(*storages, test, self.trace.regions, refuse)
 
         for index, (result, before) in enumerate(zip(results, self.leaves, strict=True)):
             if index not in self.kept:

@@ -89,6 +89,31 @@ class SharedTensors:
         back = Link(weakref.ref(one), test, region, refuse)
         self._links.setdefault(other.serial, []).append(back)
 
+    def add_all(
+        self,
+        one: Any,
+        other: Any,
+        test: jax.Array | None,
+        regions: list[int],
+        refuse: Refusal,
+        *,
+        holder: Any = None,
+    ) -> None:
+        """Link a storage to another one, and to those that this one may be one with."""
+        found: dict[int, tuple[Any, Any, jax.Array | None]] = {}
+        for third, link in self.of(other):
+            usable = test is not None and link.test is not None and link.region in regions
+            both = test & link.test if usable else None
+            if third.serial in found:  # one link each, or their number would double each time
+                before = found[third.serial][2]
+                both = None if before is None or both is None else before | both
+            found[third.serial] = third, link.holder, both
+        for third, held, both in found.values():
+            if third is not one:
+                alive = None if held is None else held()
+                self.add(one, third, both, regions[-1], refuse, holder=alive)
+        self.add(one, other, test, regions[-1], refuse, holder=holder)
+
     def of(self, storage: Any) -> Iterator[tuple[Any, Link]]:
         """Yield the storages that are linked to one and alive, with their links."""
         for link in self._links.get(storage.serial, ()):
