@@ -102,8 +102,9 @@ class SharedTensors:
         """Link a storage to another one, and to those that this one may be one with."""
         found: dict[int, tuple[Any, Any, jax.Array | None]] = {}
         for third, link in self.of(other):
-            usable = test is not None and link.test is not None and link.region in regions
-            both = test & link.test if usable else None
+            both = None
+            if test is not None and link.test is not None and link.region in regions:
+                both = test & link.test
             if third.serial in found:  # one link each, or their number would double each time
                 before = found[third.serial][2]
                 both = None if before is None or both is None else before | both
