@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,23 @@ def _one_thread_of_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
 def _optimized_warping() -> Iterator[None]:
     """Let LLVM optimize the one program here that computes for longer than it is compiled.
 
-    As it is else in tests, a frame takes eight times as long.
+    As it is else in tests, a frame takes eight times as long. The setting is one of the process:
+    threads that warp frames side by side must not put back what another one has set.
     """
     import jax
 
     from recipes.openpilot import assembling
 
-    warp = assembling.prepare_frames
+    warp, one_at_a_time = assembling.prepare_frames, threading.Lock()
 
     def optimized(*given: Any, **options: Any) -> jax.Array:
-        before = jax.config.read("jax_disable_most_optimizations")
-        jax.config.update("jax_disable_most_optimizations", False)
-        try:
-            return warp(*given, **options)
-        finally:
-            jax.config.update("jax_disable_most_optimizations", before)
+        with one_at_a_time:
+            before = jax.config.read("jax_disable_most_optimizations")
+            jax.config.update("jax_disable_most_optimizations", False)
+            try:
+                return warp(*given, **options)
+            finally:
+                jax.config.update("jax_disable_most_optimizations", before)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assembling, "prepare_frames", optimized)
