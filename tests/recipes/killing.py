@@ -27,3 +27,14 @@ def kill_when(ready: Callable[[], bool], *given: str, **environment: str) -> Non
     finally:
         process.kill()
         process.wait()
+
+
+def cached_in(folder: Path) -> dict[str, str]:
+    """Return what makes a process keep its programs in a folder, and load what is there."""
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        # Else the path of the folder is part of the keys, and a copy has none of its programs.
+        "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
+    }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,7 @@ SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_compilation_cache_max_size",
     "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_enable_xla_caches",
     "jax_persistent_cache_min_entry_size_bytes",
     "jax_raise_persistent_cache_errors",
 )
@@ -77,6 +79,7 @@ def test_afterwards_jax_is_as_before(tmp_path: Path):
             "jax_compilation_cache_dir": str(tmp_path / "outer"),
             "jax_compilation_cache_max_size": -1,
             "jax_persistent_cache_min_compile_time_secs": 3.0,
+            "jax_persistent_cache_enable_xla_caches": "none",
             "jax_persistent_cache_min_entry_size_bytes": -1,
             "jax_raise_persistent_cache_errors": False,
         }
@@ -239,6 +242,23 @@ def test_another_jaxlib_is_another_program(tmp_path: Path, monkeypatch):
         monkeypatch.setattr(cache_key, "jaxlib_version_str", "0.0.1")
         run_program()
     assert [p.hit for p in cache.report.programs if p.name == "program"] == [False, False]
+
+
+@pytest.mark.parametrize("by_jax_alone", [False, True])
+def test_a_folder_may_be_copied(tmp_path: Path, monkeypatch, by_jax_alone: bool):
+    """Filled where an image is built, say, and read where that runs.
+
+    Goes red when jax leaves the path out: then `compile_cache` need not turn XLA's own cache off.
+    """
+    if by_jax_alone:
+        default = jax.config.jax_persistent_cache_enable_xla_caches
+        monkeypatch.setenv("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", default)
+    with tpuport.compile_cache(tmp_path / "here"):
+        run_program()
+    copied = shutil.copytree(tmp_path / "here", tmp_path / "there")
+    with tpuport.compile_cache(copied) as cache:
+        run_program()
+    assert kinds(cache.report)["program"] is not by_jax_alone
 
 
 # Wrong calls.

@@ -19,7 +19,7 @@ from recipes.mae_dit import generation, measures, runs
 from recipes.mae_dit.__main__ import app
 from recipes.mae_dit.make_data import make_data
 from recipes.mae_dit.weights import MODEL
-from tests.recipes.killing import kill_when
+from tests.recipes.killing import cached_in, kill_when
 from tests.recipes.mae_dit import conftest
 from tests.recipes.mae_dit.eager import Small, seeded_features
 from tests.recipes.mae_dit.test_robustness import contents
@@ -90,9 +90,7 @@ def kill(folder: Path, mark: Path, ready: Callable[[], bool], *given: str) -> No
     kill_when(
         ready,
         *("-W", "ignore", "-c", SCRIPT, str(mark), *given),
-        JAX_COMPILATION_CACHE_DIR=str(programs),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        **cached_in(programs),
     )
 
 

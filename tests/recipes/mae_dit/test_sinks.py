@@ -16,7 +16,7 @@ from recipes.mae_dit import runs
 from recipes.mae_dit.__main__ import app
 from recipes.mae_dit.make_data import make_data
 from recipes.mae_dit.sinks import make_sinks
-from tests.recipes.killing import kill_when
+from tests.recipes.killing import cached_in, kill_when
 from tests.recipes.mae_dit import conftest
 from tests.recipes.mae_dit.eager import Small, seeded_features
 from tests.recipes.mae_dit.tiny import write
@@ -92,9 +92,7 @@ def test_stage1_draws_and_goes_on_after_a_kill(folder: Path, tmp_path: Path, mon
     kill_when(
         lambda: any(one.name.isdigit() for one in out.glob("states/*")),
         *("-W", "ignore", "-c", SCRIPT, *given, "-o", str(out)),
-        JAX_COMPILATION_CACHE_DIR=str(programs),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        **cached_in(programs),
     )
     run(out)
     found = shown(out)

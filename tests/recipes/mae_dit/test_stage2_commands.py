@@ -21,7 +21,7 @@ from recipes.mae_dit.models import make_autoencoder, make_stage2
 from recipes.mae_dit.runs import Given, latent_statistics
 from recipes.mae_dit.stage2.latents import Cached
 from recipes.mae_dit.weights import MODEL
-from tests.recipes.killing import kill_when
+from tests.recipes.killing import cached_in, kill_when
 from tests.recipes.mae_dit.tiny import Difference, Means, Patches, write
 from tpuport.foundation.errors import CheckpointError, UsageError
 
@@ -164,9 +164,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(folder, tmp_path):
     kill_when(
         has_state,
         *("-c", SCRIPT, *arguments),
-        JAX_COMPILATION_CACHE_DIR=str(programs),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        **cached_in(programs),
     )
     assert not (out / MODEL).exists()
     generation.train(given(folder), sources, out)

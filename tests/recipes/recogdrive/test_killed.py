@@ -12,7 +12,7 @@ import tpuport
 from recipes.recogdrive import planner as planners
 from recipes.recogdrive.make_data import make_cache
 from recipes.recogdrive.weights import read_weights
-from tests.recipes.killing import kill_when
+from tests.recipes.killing import cached_in, kill_when
 from tests.recipes.recogdrive.runs import command, has_state, logged
 from tests.recipes.recogdrive.small import CONFIG, small_planner
 
@@ -55,9 +55,7 @@ def kill_in_the_middle(arguments: list[str], out: Path, folder: Path) -> None:
     kill_when(
         lambda: has_state(out),
         *("-c", SCRIPT, *arguments),
-        JAX_COMPILATION_CACHE_DIR=str(programs),
-        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
-        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+        **cached_in(programs),
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from tpuport.foundation.errors import UsageError
 GIB = 2**30
 _SHOWN = 10
 _FOLDER = "jax_compilation_cache_dir"
+_OF_XLA = "jax_persistent_cache_enable_xla_caches"
 _ASKED = "/jax/compilation_cache/compile_requests_use_cache"
 _HIT = "/jax/compilation_cache/cache_hits"
 _SAVED = "/jax/compilation_cache/compile_time_saved_sec"
@@ -145,6 +147,9 @@ class CompileCache:
             "jax_persistent_cache_min_entry_size_bytes": -1,
             # A damaged or unwritable entry warns, and the program is compiled.
             "jax_raise_persistent_cache_errors": False,
+            # The folder of XLA's own cache, for GPUs, would be part of each key: a copy of the
+            # folder, or one that is mounted elsewhere, would have none of its programs.
+            _OF_XLA: os.environ.get(_OF_XLA.upper(), "none"),
         }
         before = {name: getattr(jax.config, name) for name in values}
         self._closing.enter_context(_check_sums())
