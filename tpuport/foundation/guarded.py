@@ -121,6 +121,9 @@ def _shorten(outputs: Sequence[IO[Any]]) -> None:
         size = os.fstat(number).st_size
         if size > _MOST_OUTPUT:
             end = os.pread(number, _KEPT_OUTPUT, size - _KEPT_OUTPUT)
+            # What is written while this is read is the last that is known of a process that ends.
+            while added := os.pread(number, _KEPT_OUTPUT, size):
+                size, end = size + len(added), end + added
             os.ftruncate(number, 0)
             said = f"[tpuport left out {size - len(end)} bytes of output here]\n"
             os.write(number, said.encode() + end)
