@@ -7,7 +7,7 @@ written to later.
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -65,8 +65,11 @@ class SharedTensors:
     """
 
     def __init__(self) -> None:
-        self._links: dict[int, list[Link]] = {}
+        # One link for each other storage and what it depends on, or their number would double with
+        # each branch.
+        self._links: dict[int, dict[Any, Link]] = {}
         self.merged: list[MergedContainer] = []
+        self._given: dict[int, tuple[Any, list[Any]]] = {}
         self.arguments: tuple[Any, ...] = ()
 
     def __bool__(self) -> bool:
@@ -84,10 +87,16 @@ class SharedTensors:
     ) -> None:
         """Link two storages; `holder` is the host tensor that the second one stands for."""
         held = None if holder is None else weakref.ref(holder)
-        there = Link(weakref.ref(other), test, region, refuse, held)
-        self._links.setdefault(one.serial, []).append(there)
-        back = Link(weakref.ref(one), test, region, refuse)
-        self._links.setdefault(other.serial, []).append(back)
+        self._note(one, Link(weakref.ref(other), test, region, refuse, held))
+        self._note(other, Link(weakref.ref(one), test, region, refuse))
+
+    def _note(self, storage: Any, link: Link) -> None:
+        links = self._links.setdefault(storage.serial, {})
+        kind = link.other, link.region, link.test is None, link.holder
+        known = links.get(kind)
+        if known is not None and known.test is not None and link.test is not None:
+            link = replace(link, test=known.test | link.test)
+        links[kind] = link
 
     def add_all(
         self,
@@ -117,10 +126,25 @@ class SharedTensors:
 
     def of(self, storage: Any) -> Iterator[tuple[Any, Link]]:
         """Yield the storages that are linked to one and alive, with their links."""
-        for link in self._links.get(storage.serial, ()):
+        for link in self._links.get(storage.serial, {}).values():
             other = link.other()
             if other is not None and (link.holder is None or link.holder() is not None):
                 yield other, link
+
+    def note_given(self, made: Any, of: Any) -> None:
+        """Note that a container, which a branch made, is another one on some paths."""
+        self._given.setdefault(id(made), (made, []))[1].append(of)
+
+    def given_for(self, made: Any) -> list[Any]:
+        """Return what a container is on some paths: itself, and those that branches gave."""
+        found = {id(made): made}
+        pending = [made]
+        while pending:
+            one = pending.pop()
+            new = [of for of in self._given.get(id(one), (one, []))[1] if id(of) not in found]
+            found.update((id(of), of) for of in new)
+            pending += new
+        return list(found.values())
 
     def note_merged(self, made: Any, of: Any, refuse: Refusal) -> None:
         """Note that a container stands for another one."""
