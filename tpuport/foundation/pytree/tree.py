@@ -24,6 +24,7 @@ from tpuport.foundation.pytree.children import (
     children,
     is_plain,
     rebuilt,
+    refill,
     walk,
 )
 from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
@@ -267,7 +268,7 @@ def flatten_with_paths(
 def unflatten(spec: TreeSpec, leaves: list[Any], made: dict[int, Any] | None = None) -> Any:
     """Return the structure of `spec` around other leaves, in new containers.
 
-    `made` receives the new containers by their index.
+    `made` receives the new containers by their index. Those that it has already are filled anew.
     """
     return unflatten_node(spec.node, leaves, {} if made is None else made)
 
@@ -285,6 +286,9 @@ def unflatten_node(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
         return made[what]
     if tag == "array":
         made[what] = node[2].copy()
+        return made[what]
+    if what in made:
+        refill(made[what], node[2].map(lambda part: unflatten_node(part, leaves, made)))
         return made[what]
     return rebuilt(
         node[2],

@@ -21,14 +21,14 @@ from tpuport.foundation.pytree.tree import Identity
 from tpuport.foundation.user_frames import user_frames
 from tpuport.tracing.core.shared_tensors import Refusal, SharedTensors
 
-_UNCHANGING = (*ATOMS, torch.Tensor, torch.nn.Module, tuple, frozenset, CellType)
+UNCHANGING = (*ATOMS, torch.Tensor, torch.nn.Module, tuple, frozenset, CellType)
 _MAX_DEPTH = 13
 
 
 def from_before(snapshot: Snapshot | None, shared: SharedTensors) -> set[int]:
     """Return the ids of the containers and objects that a side may give and code may write to."""
     saved = () if snapshot is None else snapshot.saved
-    known = {id(value) for value, _ in saved if not isinstance(value, _UNCHANGING)}
+    known = {id(value) for value, _ in saved if not isinstance(value, UNCHANGING)}
     return known | {id(one.made) for one in shared.merged}
 
 
@@ -87,9 +87,11 @@ def watch_merged(
         snapshot: What the branch may have changed.
         refuse: Makes the error, or asks for a trace that explores the branch.
     """
+    for made, given in pairs:
+        shared.note_given(made, given)
     # What stands for another container already stands for that as well.
     pairs = [(made, of) for made, given in pairs for of in (given, *shared.merged_from(given))]
-    held = _held({id(of) for _, of in pairs}, snapshot, shared.arguments)
+    held = held_elsewhere({id(of) for _, of in pairs}, snapshot.roots, shared.arguments)
     # Two that stand for one container may be one, too.
     standing = {(id(made), id(of)) for made, of in pairs}
     standing |= {(id(one.made), id(one.of)) for one in shared.merged}
@@ -99,14 +101,20 @@ def watch_merged(
             shared.note_merged(made, of, refuse)
 
 
-def _held(wanted: set[int], snapshot: Snapshot, arguments: Iterable[Any]) -> set[int]:
-    """Return which containers running code can read by a name or in a container of it."""
+def held_elsewhere(wanted: set[int], roots: list[Any], arguments: Iterable[Any]) -> set[int]:
+    """Return which containers running code can read by a name or in a container of it.
+
+    Args:
+        wanted: The ids of those that are looked for.
+        roots: What the functions of a branch or loop reach. Those that are its names only, tuples
+            of operands, cells and the arguments of a call, do not hold what is in them.
+        arguments: What the call of the program was given.
+    """
     if not wanted:
         return set()
     found: set[int] = set()
-    # Roots are the names of the branch itself: tuples of operands, cells, the arguments of a call.
-    names = {id(one) for one in snapshot.roots if isinstance(one, (tuple, list, dict, CellType))}
-    reached = [*snapshot.roots, *arguments]
+    names = {id(one) for one in roots if isinstance(one, (tuple, list, dict, CellType))}
+    reached = [*roots, *arguments]
     for frame in user_frames():
         rebound = _rebound(frame)
         kept = [] if rebound is None else [v for n, v in frame.f_locals.items() if n not in rebound]

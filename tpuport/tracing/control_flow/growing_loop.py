@@ -27,6 +27,7 @@ from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.first_rounds import FAILURES, explored, reason, tried
 from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
+from tpuport.tracing.control_flow.loop_containers import LoopContainers
 from tpuport.tracing.control_flow.loop_items import series_of
 from tpuport.tracing.control_flow.loop_sources import (
     CountedSource,
@@ -272,6 +273,10 @@ class _Growing:
         # The variables that a round may leave as they are.
         self.kept: set[int] = set()
         self.memory = WrittenMemory(trace, self.leaves)
+        count = None if source.may_end else self.rounds
+        self.containers = LoopContainers(
+            trace.shared, self.spec.containers, source.functions, count
+        )
 
     def _counted(self, source: Source) -> int:
         """Return how many rounds there are, but for those that ran before."""
@@ -348,7 +353,9 @@ class _Growing:
         for at in self.memory.given:
             made[at] = self.leaves[at]
         self._link(made)
-        operands, held = pytree.unflatten(self.spec, made)
+        containers: dict[int, Any] = self.containers.staying()
+        operands, held = pytree.unflatten(self.spec, made, containers)
+        self.containers.watch(containers, self.written)
         self.outside.write(self.growth.places, held)
         for one, arrays in zip(self.lists, added, strict=True):
             if rounds is None:
@@ -437,26 +444,32 @@ class _Growing:
             inside = [self._inside(one, held_by, index) for one in self.plan]
             for at in self.memory.given:
                 inside[at] = self.leaves[at]
-            operands, held = pytree.unflatten(self.spec, inside)
+            containers: dict[int, Any] = {}
+            operands, held = pytree.unflatten(self.spec, inside, containers)
+            self.containers.begin(containers)
             before = self.outside.read(places)
             self.outside.write(places, held)
             item = self.source.item(self.growth.peel, index, arrays)
             watch = Surroundings(self.source.functions, operands)
             turned = watch.turned(inside)
-            outside, first = read_outside(self.trace), next(SERIALS)
+            outside, first, changed = read_outside(self.trace), next(SERIALS), set[int]()
 
             def run() -> Any:
                 with contextlib.ExitStack() as stack:
                     lists = [stack.enter_context(one.collecting()) for one in self.lists]
                     stop, made = self.source.run(item, operands)
-                    return stop, [list(one.items) for one in lists], made, watch.read(places)
+                    added = [list(one.items) for one in lists]
+                    changed.update(watch.written())
+                    return stop, added, made, watch.read(places)
 
             try:
-                stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
+                around = [operands, *watch.held]
+                stop, added, *out = explorer.run_inside("loop", run, around)
             finally:
                 self.outside.write(places, before)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             self._refuse_effects(effects, watch, spec, places)
+            self.containers.note_round(spec.containers, changed, _one_with_another)
             if turned():
                 raise _unproved("a round turns a tensor in place")
             if names := outside():
@@ -547,6 +560,10 @@ class _Growing:
             for storage in before:
                 own, region = made[at]._storage, self.trace.regions[-1]
                 self.trace.shared.add(own, storage, None, region, self.written)
+
+
+def _one_with_another() -> PortError:
+    return _unproved("a round writes to a container that may have other names")
 
 
 def _is_like(leaves: list[Any], plan: list[Plain]) -> bool:

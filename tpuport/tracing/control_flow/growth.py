@@ -139,6 +139,11 @@ class Surroundings:
         """Return the places that have changed; None if something else has."""
         return self._places([self.states[0], self._now()])
 
+    def written(self) -> set[int]:
+        """Return the ids of the containers and objects that have changed."""
+        now = zip(self.snapshot.saved, self._now(), strict=True)
+        return {id(value) for (value, before), after in now if not before.is_same(after)}
+
     def _places(
         self, states: list[list[Children]], longer: set[int] | None = None
     ) -> set[Place] | None:

@@ -59,12 +59,14 @@ class Forced:
 
 
 def shared_write(site: str) -> PortError:
-    """Return the error for a write that would reach a second tensor on some paths only."""
+    """Return the error for a write that would reach another tensor or container on some paths."""
     return port_error(
         f"writes to a result of the branch or loop at {site}. On some of its paths, but not on all,"
-        " that result shares memory with another tensor, which the write would change as well",
+        " that result is the same as what another name holds, or shares memory with another tensor,"
+        " which the write would change as well",
         code="TPU101",
-        remedy="let the branch give a copy (`b = a.clone()` for `b = a`), if that is what is meant",
+        remedy="let the branch give a copy (`b = a.clone()` for `b = a`, `dict(a)` for a dict), if"
+        " that is what is meant",
     )
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,6 +16,7 @@ from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import ends_inside, user_line
 from tpuport.tracing.control_flow.cond import truth
 from tpuport.tracing.control_flow.growth import Place, Surroundings
+from tpuport.tracing.control_flow.loop_containers import LoopContainers
 from tpuport.tracing.control_flow.loop_gradient import while_with_gradient
 from tpuport.tracing.control_flow.merge import (
     Decisions,
@@ -95,6 +97,8 @@ class _Loop:
         self.first_serial, self.site = 0, user_line()
         self.set_outside = False
         self.memory = WrittenMemory(trace, self.leaves)
+        self.containers = LoopContainers(trace.shared, self.spec.containers, outside.functions)
+        self.written_outside = outside.written
 
     def run(self) -> Any:
         """Run the loop and return its variables."""
@@ -129,7 +133,9 @@ class _Loop:
         self.memory.write(memory, self.flows)
         if not torch.is_grad_enabled():
             values = self._with_gradients(values, ran)
-        result = self._variables(values, self.kept)
+        made: dict[int, Any] = self.containers.staying()
+        result = self._variables(values, self.kept, made)
+        self.containers.watch(made, partial(shared_write, self.site))
         self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
         return result
 
@@ -184,8 +190,13 @@ class _Loop:
         for i, j in self.same:
             link(results[i], results[j], None)
 
-    def _variables(self, values: list[jax.Array], kept: Iterable[int] = ()) -> Any:
-        """Return tensors and numbers around values; `kept` ones are those from before the loop."""
+    def _variables(
+        self, values: list[jax.Array], kept: Iterable[int], containers: dict[int, Any]
+    ) -> Any:
+        """Return tensors and numbers around values; `kept` ones are those from before the loop.
+
+        `containers` has those to fill, and receives the new ones.
+        """
         made = [
             wrap(v, m.dtype, trace=self.trace, flow=flow)
             if isinstance(m, torch.Tensor)
@@ -194,7 +205,7 @@ class _Loop:
         ]
         for index in {*self.memory.given, *kept}:
             made[index] = self.leaves[index]
-        return pytree.unflatten(self.spec, made)
+        return pytree.unflatten(self.spec, made, containers)
 
     def _enter(self, counts: Sequence[int | jax.Array], code: jax.Array | None) -> None:
         self.trace.draws = counts
@@ -202,7 +213,10 @@ class _Loop:
             self.failures.set(code)
 
     def _call(self, function: Callable[..., Any], values: list[jax.Array]) -> Any:
-        variables, explorer = self._variables(values), self.trace.explorer
+        inside: dict[int, Any] = {}
+        variables, explorer = self._variables(values, (), inside), self.trace.explorer
+        if function is self.body:
+            self.containers.begin(inside)
         self.inside = pytree.flatten(variables, leaf=branch_leaf, shared=False)[0]
         self.first_serial = next(SERIALS)
         if explorer is None:
@@ -252,6 +266,9 @@ class _Loop:
                 raise _Raises(error) from None
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
             changed = spec.key != self.spec.key
+            if not changed:
+                refuse = partial(_one_with_another, self.site)
+                self.containers.note_round(spec.containers, self.written_outside, refuse)
             if not changed and self.memory.note(self._written(effects), self.inside, found):
                 effects.undo()
                 raise _Again
@@ -337,6 +354,16 @@ def _uncarried(what: str = "") -> PortError:
     )
 
 
+def _one_with_another(site: str) -> PortError:
+    return port_error(
+        "a round of this while loop on a traced value writes to a list, dict or object that other"
+        " names or other variables of the loop may hold, too",
+        code="TPU104",
+        place=site,
+        remedy="let the round make a new one (`state = {**state, ...}`), or hold it by one name",
+    )
+
+
 def _breadth(value: jax.Array) -> int:
     """Rank the dtype of an array: bool, then integers, then floats, then complex numbers."""
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
@@ -354,6 +381,8 @@ class _Outside:
         self.functions = (test, body)
         self.owners = [one.__self__ for one in self.functions if isinstance(one, MethodType)]
         self.places: tuple[Place, ...] = ()
+        # What rounds wrote to besides the loop's variables, by id.
+        self.written: set[int] = set()
         self.surroundings = self._now()
         self.roots = [*self.surroundings.held, *self.owners]
 
@@ -381,6 +410,7 @@ class _Outside:
         with self._holding(held) as begun:
             made = tuple(self.functions[1](*operands))
             changed = begun.changed()
+            self.written |= begun.written()
             if changed is None:
                 raise _uncarried()
             more = tuple(changed - set(self.places))
