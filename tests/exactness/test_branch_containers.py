@@ -96,6 +96,15 @@ class Containers(nn.Module):
         one["a"] = one["a"] - 3
         return a["a"], b["a"], new["a"]
 
+    def of_a_branch_in_a_branch(self, x: torch.Tensor, m: torch.Tensor) -> Any:
+        a, b = {"a": x}, {"a": x * 3}
+        if m[1]:
+            b = self.pick(a, {"a": x * 2}, m[0])
+        c = b
+        if m[0]:
+            c["a"] = b["a"] * 0.5 + 1
+        return a["a"], b["a"], c["a"]
+
     def an_attribute(self, x: torch.Tensor, m: torch.Tensor) -> Any:
         self.kept = old = [x]
         if m[0]:
@@ -121,7 +130,7 @@ CALLS = tuple(
     "names",
     [
         ("a_new_one_or_the_old", "one_of_two_lists", "an_empty_one", "the_same_on_both_sides"),
-        ("twice",),
+        ("twice", "of_a_branch_in_a_branch"),
         ("in_a_module", "an_attribute"),
     ],
 )

@@ -5,7 +5,13 @@ A few of each, beside the tests of what they have found; `make fuzz` runs many m
 
 import pytest
 
-from benchmarks import python_idioms, task_scripts, train_steps, training_scripts
+from benchmarks import (
+    aliased_containers,
+    python_idioms,
+    task_scripts,
+    train_steps,
+    training_scripts,
+)
 
 
 @pytest.mark.parametrize("seed", [9, 17, 22, 61, 262])
@@ -31,3 +37,9 @@ def test_a_research_script_shows_what_it_shows_in_eager_pytorch(seed, tmp_path):
 @pytest.mark.parametrize("seed", [1, 2, 12])
 def test_a_training_step_gives_what_a_loop_in_eager_pytorch_gives(seed, tmp_path):
     assert train_steps.verdict(train_steps.Setting.of(seed), tmp_path) == ("passes", "")
+
+
+@pytest.mark.parametrize("seed", [14, 17])
+def test_a_write_to_a_container_reaches_all_its_names(seed, tmp_path):
+    source = aliased_containers.Maker(seed).program()
+    assert aliased_containers.verdict(source, tmp_path / "script.py", "porting") == ("passes", "")

@@ -25,11 +25,14 @@ UNCHANGING = (*ATOMS, torch.Tensor, torch.nn.Module, tuple, frozenset, CellType)
 _MAX_DEPTH = 13
 
 
-def from_before(snapshot: Snapshot | None, shared: SharedTensors) -> set[int]:
-    """Return the ids of the containers and objects that a side may give and code may write to."""
+def from_before(snapshot: Snapshot | None, shared: SharedTensors) -> Callable[[Any], bool]:
+    """Return what tells a container or object that a side may give and code may write to.
+
+    That is one from before the branch, or one that a branch has made and that may be one of those.
+    """
     saved = () if snapshot is None else snapshot.saved
     known = {id(value) for value, _ in saved if not isinstance(value, UNCHANGING)}
-    return known | {id(one.made) for one in shared.merged}
+    return lambda value: id(value) in known or shared.is_given(value)
 
 
 class SideFlattener(Flattener):
@@ -37,7 +40,7 @@ class SideFlattener(Flattener):
 
     Args:
         leaf: Returns whether a value is a leaf.
-        before: The ids of those containers.
+        before: Tells those containers.
         kept: The ids of those that both sides give, of which no new ones are made.
 
     Attributes:
@@ -46,7 +49,10 @@ class SideFlattener(Flattener):
     """
 
     def __init__(
-        self, leaf: Callable[[Any], bool], before: Collection[int], kept: Collection[int]
+        self,
+        leaf: Callable[[Any], bool],
+        before: Callable[[Any], bool],
+        kept: Collection[int],
     ) -> None:
         super().__init__(leaf, shared=False, empty=True)
         self.before, self.kept = before, kept
@@ -55,7 +61,7 @@ class SideFlattener(Flattener):
 
     def visit(self, value: Any, path: str) -> tuple[Any, Any]:
         """Return the (node, key) of a value."""
-        if id(value) in self.before:
+        if self.before(value):
             self.given[path] = value
             if id(value) in self.kept:
                 self.keep.append(value)
@@ -90,7 +96,7 @@ def watch_merged(
     for made, given in pairs:
         shared.note_given(made, given)
     # What stands for another container already stands for that as well.
-    pairs = [(made, of) for made, given in pairs for of in (given, *shared.merged_from(given))]
+    pairs = [(made, of) for made, given in pairs for of in shared.given_for(given)]
     held = held_elsewhere({id(of) for _, of in pairs}, snapshot.roots, shared.arguments)
     # Two that stand for one container may be one, too.
     standing = {(id(made), id(of)) for made, of in pairs}

@@ -107,7 +107,7 @@ class _Side:
     given: list[Any] = field(default_factory=list)
     links: list[tuple[Storage, Storage, bool]] = field(default_factory=list)
     # Its containers from before the branch, and the index of each container, by their paths.
-    before: Collection[int] = ()
+    before: Callable[[Any], bool] = lambda value: False
     containers: dict[str, Any] = field(default_factory=dict)
     indices: dict[str, int] = field(default_factory=dict)
     # The tensors that it made with a size that depends on data, by id, and the dims of these sizes.
@@ -460,7 +460,10 @@ def _untraced(error: Exception) -> TpuportError:
 
 
 def _traced_side(
-    trace: Trace, thunk: Callable[[], Any], snapshot: Snapshot | None, before: Collection[int]
+    trace: Trace,
+    thunk: Callable[[], Any],
+    snapshot: Snapshot | None,
+    before: Callable[[Any], bool],
 ) -> _Side:
     """Trace one side to a program: its result, what it writes, or the exception it raises."""
     side = _Side(before=before)

@@ -135,6 +135,10 @@ class SharedTensors:
         """Note that a container, which a branch made, is another one on some paths."""
         self._given.setdefault(id(made), (made, []))[1].append(of)
 
+    def is_given(self, value: Any) -> bool:
+        """Return whether a branch made a container that is another one on some paths."""
+        return id(value) in self._given
+
     def given_for(self, made: Any) -> list[Any]:
         """Return what a container is on some paths: itself, and those that branches gave."""
         found = {id(made): made}
@@ -150,10 +154,6 @@ class SharedTensors:
         """Note that a container stands for another one."""
         content = children(made), children(of)
         self.merged.append(MergedContainer(made, of, content, refuse))
-
-    def merged_from(self, made: Any) -> list[Any]:
-        """Return the containers that one stands for."""
-        return [one.of for one in self.merged if one.made is made]
 
     def refuse_writes(self) -> None:
         """Raise if one of two containers that are one on some paths was written to.
