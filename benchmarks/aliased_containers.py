@@ -178,6 +178,8 @@ def verdict(source: str, path: Path, how: str) -> tuple[str, str]:
                 got = list(_ran(net, net, "cuda"))
     except PortError as error:
         return "refused", str(error).partition("\n")[0]
+    except Exception as error:
+        return "differs", f"raises {type(error).__name__}: {error}"
     for bits, (want, have) in enumerate(zip(wanted, got, strict=True)):
         for what, ours, theirs in zip(("values", "gradients"), have, want, strict=True):
             if ours is not None and not torch.allclose(ours, theirs, 1e-4, 1e-5, True):

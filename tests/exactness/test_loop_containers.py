@@ -57,6 +57,15 @@ class Loops(nn.Module):
         st["k"] = st["k"] + st["l"][0]
         return st
 
+    def of_a_place(self, x: torch.Tensor, n: torch.Tensor) -> Any:
+        p = {"k": x, "l": [x * 2]}
+        i = torch.zeros(())
+        while i < n:
+            p["l"][0] = p["l"][0] * 0.5 + p["k"]
+            p["l"] = [p["k"] + p["l"][0]]
+            i = i + 1
+        return p["l"][0]
+
     def one_after_the_other(self, x: torch.Tensor, n: torch.Tensor) -> Any:
         before, st = {"a": x}, {"a": x * 2}
         i = torch.zeros(())
@@ -172,6 +181,27 @@ class Loops(nn.Module):
             i = i + 1
         return st["a"], old["a"]
 
+    def in_two_places(self, x: torch.Tensor, n: torch.Tensor) -> Any:
+        p = {"k": x, "l": [x * 2]}
+        q = {"l": p["l"]}
+        i = torch.zeros(())
+        while i < n:
+            q["l"][0] = p["l"][0] * 0.5 + p["k"]
+            p["l"] = [p["k"]]
+            i = i + 1
+        return p["l"][0], q["l"][0]
+
+    def one_before_the_loop(self, x: torch.Tensor, n: torch.Tensor) -> Any:
+        p = q = {"k": x, "l": [x * 2]}
+        i = torch.zeros(())
+        while i < n:
+            p, q = self.renewed(p, q)
+            i = i + 1
+        return p["k"], q["l"][0]
+
+    def renewed(self, p: Any, q: Any) -> Any:
+        return {"k": p["k"] * 2, "l": p["l"]}, q
+
     def read_by_a_round(self, x: torch.Tensor, n: torch.Tensor) -> Any:
         st = old = {"a": x}
         i = torch.zeros(())
@@ -194,7 +224,7 @@ CALLS = tuple((torch.tensor([1.0, 2.0]) + i, torch.tensor(float(i))) for i in (2
     [
         (
             *("that_stay", "that_stay_in_others", "one_after_the_other", "that_nobody_else_has"),
-            "in_a_range",
+            *("in_a_range", "of_a_place"),
         ),
         ("in_a_range_of_branches",),
     ],
@@ -209,10 +239,13 @@ def test_what_is_written_to_one_that_is_known(names: tuple[str, ...]) -> None:
     [
         *("replaced", "replaced_in_a_list", "replaced_by_another", "swapped"),
         *("swapped_and_written", "of_an_attribute", "written_in_some_rounds", "read_by_a_round"),
+        *("in_two_places", "one_before_the_loop"),
     ],
 )
 def test_what_is_written_to_one_that_others_may_be(name: str) -> None:
     """Each gave wrong numbers without an error."""
     ported = tpuport.convert(Loops((name,)), verify=False)
-    with pytest.raises(tpuport.PortError, match=f"TPU10[14] .*{__file__}|other names"):
+    with pytest.raises(
+        tpuport.PortError, match=f"TPU10[14] .*{__file__}|other names|does not carry"
+    ):
         ported(*CALLS[0])

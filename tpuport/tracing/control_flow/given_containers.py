@@ -22,7 +22,7 @@ from tpuport.foundation.user_frames import user_frames
 from tpuport.tracing.core.shared_tensors import Refusal, SharedTensors
 
 UNCHANGING = (*ATOMS, torch.Tensor, torch.nn.Module, tuple, frozenset, CellType)
-_MAX_DEPTH = 13
+MAX_DEPTH = 13
 
 
 def from_before(snapshot: Snapshot | None, shared: SharedTensors) -> Callable[[Any], bool]:
@@ -107,7 +107,12 @@ def watch_merged(
             shared.note_merged(made, of, refuse)
 
 
-def held_elsewhere(wanted: set[int], roots: list[Any], arguments: Iterable[Any]) -> set[int]:
+def held_elsewhere(
+    wanted: set[int],
+    roots: list[Any],
+    arguments: Iterable[Any],
+    below: Callable[[Any], list[Any]] = lambda value: children(value).all,
+) -> set[int]:
     """Return which containers running code can read by a name or in a container of it.
 
     Args:
@@ -115,6 +120,7 @@ def held_elsewhere(wanted: set[int], roots: list[Any], arguments: Iterable[Any])
         roots: What the functions of a branch or loop reach. Those that are its names only, tuples
             of operands, cells and the arguments of a call, do not hold what is in them.
         arguments: What the call of the program was given.
+        below: Returns what a value holds.
     """
     if not wanted:
         return set()
@@ -130,12 +136,12 @@ def held_elsewhere(wanted: set[int], roots: list[Any], arguments: Iterable[Any])
     def parts(value: Any) -> list[Any]:
         if type(value) in ATOMIC or isinstance(value, (*ATOMS, torch.Tensor)):
             return []
-        below = children(value).all
+        held = below(value)
         if id(value) not in names:
-            found.update(wanted & set(map(id, below)))
-        return below
+            found.update(wanted & set(map(id, held)))
+        return held
 
-    for _ in walk(reached, parts, depth=_MAX_DEPTH):
+    for _ in walk(reached, parts, depth=MAX_DEPTH):
         pass
     return found
 

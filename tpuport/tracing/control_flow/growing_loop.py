@@ -8,7 +8,7 @@ Python, round by round.
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -277,6 +277,7 @@ class _Growing:
         self.containers = LoopContainers(
             trace.shared, self.spec.containers, source.functions, count
         )
+        self.containers.places = set(self.outside.located(growth.places))
 
     def _counted(self, source: Source) -> int:
         """Return how many rounds there are, but for those that ran before."""
@@ -415,6 +416,29 @@ class _Growing:
         if self.failures is not None and code is not None:
             self.failures.set(code)
 
+    def _begun(self, values: list[jax.Array], index: NumberNode) -> list[Any]:
+        """Return the variables as a round begins with them."""
+        held_by = iter(values)
+        inside = [self._inside(one, held_by, index) for one in self.plan]
+        for at in self.memory.given:
+            inside[at] = self.leaves[at]
+        return inside
+
+    def _places_in(self, watch: Surroundings, containers: dict[int, Any]) -> list[Place]:
+        """Return the places that rounds change with the numbers that they have in a round.
+
+        A container of a variable is another one there.
+        """
+        copies = {id(self.spec.containers[i]): id(one) for i, one in containers.items()}
+        located = [
+            (copies.get(holder, holder), part, name)
+            for holder, part, name in self.outside.located(self.growth.places)
+        ]
+        found = watch.placed(located)
+        if found is None:
+            raise _unproved("a round changes what it does not reach as the first ones did")
+        return found
+
     def _step(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
         if not self.source.may_end:
             return self._round(carried, given)
@@ -440,17 +464,14 @@ class _Growing:
         places = self.growth.places
         with self.memory.holding(memory), self.trace.recording() as effects:
             index = self.source.index(number, self.rounds)
-            held_by = iter(values)
-            inside = [self._inside(one, held_by, index) for one in self.plan]
-            for at in self.memory.given:
-                inside[at] = self.leaves[at]
-            containers: dict[int, Any] = {}
+            inside, containers = self._begun(values, index), dict[int, Any]()
             operands, held = pytree.unflatten(self.spec, inside, containers)
             self.containers.begin(containers)
             before = self.outside.read(places)
             self.outside.write(places, held)
             item = self.source.item(self.growth.peel, index, arrays)
             watch = Surroundings(self.source.functions, operands)
+            here = self._places_in(watch, containers)
             turned = watch.turned(inside)
             outside, first, changed = read_outside(self.trace), next(SERIALS), set[int]()
 
@@ -460,7 +481,7 @@ class _Growing:
                     stop, made = self.source.run(item, operands)
                     added = [list(one.items) for one in lists]
                     changed.update(watch.written())
-                    return stop, added, made, watch.read(places)
+                    return stop, added, made, watch.read(here)
 
             try:
                 around = [operands, *watch.held]
@@ -468,12 +489,9 @@ class _Growing:
             finally:
                 self.outside.write(places, before)
             found, spec = pytree.flatten(tuple(out), leaf=branch_leaf, shared=False)
-            self._refuse_effects(effects, watch, spec, places)
+            self._refuse_effects(effects, watch, spec, here)
             self.containers.note_round(spec.containers, changed, _one_with_another)
-            if turned():
-                raise _unproved("a round turns a tensor in place")
-            if names := outside():
-                raise _unproved(f"a round changes what is outside of the call ({names[0]})")
+            _refuse_more(turned=turned(), names=outside())
             written = [s for s, _, _ in effects.before.values() if s is not self.failures]
             if any(self.plan[at].dim is not None for at in self.memory.wrote(inside)):
                 raise _unproved("a round writes to a tensor that grows")
@@ -529,7 +547,7 @@ class _Growing:
         return sym_numbers.from_node(along(index, one.start + one.step, one.step))
 
     def _refuse_effects(
-        self, effects: Effects, watch: Surroundings, spec: Any, places: tuple[Place, ...]
+        self, effects: Effects, watch: Surroundings, spec: Any, places: Sequence[Place]
     ) -> None:
         """Refuse a round that does more than return new values of the variables."""
         changed = watch.changed()
@@ -560,6 +578,13 @@ class _Growing:
             for storage in before:
                 own, region = made[at]._storage, self.trace.regions[-1]
                 self.trace.shared.add(own, storage, None, region, self.written)
+
+
+def _refuse_more(*, turned: bool, names: list[str]) -> None:
+    if turned:
+        raise _unproved("a round turns a tensor in place")
+    if names:
+        raise _unproved(f"a round changes what is outside of the call ({names[0]})")
 
 
 def _one_with_another() -> PortError:

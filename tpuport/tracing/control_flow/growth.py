@@ -5,7 +5,7 @@ lists and dicts, and attributes, of what its function reaches. A cache is often 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -143,6 +143,16 @@ class Surroundings:
         """Return the ids of the containers and objects that have changed."""
         now = zip(self.snapshot.saved, self._now(), strict=True)
         return {id(value) for (value, before), after in now if not before.is_same(after)}
+
+    def located(self, places: Iterable[Place]) -> list[tuple[int, int | None, str]]:
+        """Return some places with the ids of their holders, whose numbers are others elsewhere."""
+        return [(id(self.snapshot.saved[p.holder][0]), p.part, p.name) for p in places]
+
+    def placed(self, located: Iterable[tuple[int, int | None, str]]) -> list[Place] | None:
+        """Return such places with the numbers of their holders here; None if one has none."""
+        numbers = {id(value): n for n, (value, _) in enumerate(self.snapshot.saved)}
+        found = [(numbers.get(holder), part, name) for holder, part, name in located]
+        return None if any(n is None for n, *_ in found) else [Place(*one) for one in found]
 
     def _places(
         self, states: list[list[Children]], longer: set[int] | None = None

@@ -10,8 +10,10 @@ after the loop, to one that may be one with another on some paths is refused.
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
-from tpuport.foundation.pytree.children import Children, children
-from tpuport.tracing.control_flow.given_containers import UNCHANGING, held_elsewhere
+import torch
+
+from tpuport.foundation.pytree.children import ATOMS, Children, children, walk
+from tpuport.tracing.control_flow.given_containers import MAX_DEPTH, UNCHANGING, held_elsewhere
 from tpuport.tracing.control_flow.growth import Surroundings
 from tpuport.tracing.core.shared_tensors import Refusal, SharedTensors
 
@@ -27,6 +29,10 @@ class LoopContainers:
         before: The containers in the variables before the loop, by their index in the `TreeSpec`.
         functions: The test and body of the loop.
         rounds: The number of rounds; None where data decides.
+
+    Attributes:
+        places: The places outside of the loop that hold its variables, with the ids of their
+            holders.
     """
 
     def __init__(
@@ -39,7 +45,7 @@ class LoopContainers:
         self.shared = shared
         self.before = {i: one for i, one in before.items() if not isinstance(one, UNCHANGING)}
         self.rounds = rounds
-        # What the functions reach beside their variables; names in it that are a variable's only.
+        self.places: set[tuple[int, int | None, str]] = set()
         self._around = Surroundings(functions) if self.before else None
         self._inside: dict[int, Any] = {}
         self._content: dict[int, Children] = {}
@@ -117,16 +123,31 @@ class LoopContainers:
         found = [one for objects in self._next.values() for one in objects if id(one) in reached]
         return {id(one): one for one in (*self.before.values(), *found)}
 
+    def _below(self, value: Any) -> list[Any]:
+        """Return what a value holds, but for variables of the loop."""
+        found, own = children(value), id(value)
+        if not any(holder == own for holder, *_ in self.places):
+            return found.all
+        parts = [one for i, one in enumerate(found.parts) if (own, i, "") not in self.places]
+        held = [one for n, one in found.held.items() if (own, None, n) not in self.places]
+        return [*parts, *held]
+
     def _reached(self) -> set[int]:
+        """Return the ids of what the functions reach beside the variables."""
         assert self._around is not None
-        return {id(one) for one, _ in self._around.snapshot.saved}
+
+        def parts(value: Any) -> list[Any]:
+            return [] if isinstance(value, (*ATOMS, torch.Tensor)) else self._below(value)
+
+        return {id(one) for one in walk(self._around.snapshot.roots, parts, depth=MAX_DEPTH)}
 
     def _held(self) -> set[int]:
         """Return which of these objects code that still runs can read, by their ids."""
         assert self._around is not None
         known = set(self._known())
         roots = [*self._around.cells, *self._around.snapshot.roots]
-        return held_elsewhere(known, roots, self.shared.arguments) | (known & self._reached())
+        held = held_elsewhere(known, roots, self.shared.arguments, self._below)
+        return held | (known & self._reached())
 
     def _states(self) -> list[dict[int, set[Any]]]:
         """Return which objects the variables may be before each round and after the last."""

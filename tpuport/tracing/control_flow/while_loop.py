@@ -79,7 +79,7 @@ class _Loop:
         operands: tuple[Any, ...],
     ) -> None:
         self.trace, self.test, self.body = trace, outside.test, outside.body
-        self.roots = outside.roots
+        self.outside, self.roots = outside, outside.roots
         leaves, self.spec = pytree.flatten(operands, leaf=branch_leaf, shared=False)
         self.leaves = leaves
         self.metas = [leaf_meta(leaf) for leaf in leaves]
@@ -98,7 +98,8 @@ class _Loop:
         self.set_outside = False
         self.memory = WrittenMemory(trace, self.leaves)
         self.containers = LoopContainers(trace.shared, self.spec.containers, outside.functions)
-        self.written_outside = outside.written
+        self.containers.places = set(outside.surroundings.located(outside.places))
+        outside.written.clear()
 
     def run(self) -> Any:
         """Run the loop and return its variables."""
@@ -217,6 +218,7 @@ class _Loop:
         variables, explorer = self._variables(values, (), inside), self.trace.explorer
         if function is self.body:
             self.containers.begin(inside)
+            self.outside.inside = set(map(id, inside.values()))
         self.inside = pytree.flatten(variables, leaf=branch_leaf, shared=False)[0]
         self.first_serial = next(SERIALS)
         if explorer is None:
@@ -268,7 +270,7 @@ class _Loop:
             changed = spec.key != self.spec.key
             if not changed:
                 refuse = partial(_one_with_another, self.site)
-                self.containers.note_round(spec.containers, self.written_outside, refuse)
+                self.containers.note_round(spec.containers, self.outside.written, refuse)
             if not changed and self.memory.note(self._written(effects), self.inside, found):
                 effects.undo()
                 raise _Again
@@ -279,9 +281,9 @@ class _Loop:
                 effects.undo()
                 raise _Again
             memory = self.memory.after(self.inside, memory, ran)
+        self._refuse_uncarried(effects, found, changed=changed)
         self._note_same(found)
         self.drawn = self._drew(counts)
-        self._refuse_uncarried(effects, found, changed=changed)
         self.flows = [max(a, flow_of([b])) for a, b in zip(self.flows, found, strict=True)]
         after = [
             before if index in self.memory.given else self._same_dtype(leaf, meta, before)
@@ -381,7 +383,8 @@ class _Outside:
         self.functions = (test, body)
         self.owners = [one.__self__ for one in self.functions if isinstance(one, MethodType)]
         self.places: tuple[Place, ...] = ()
-        # What rounds wrote to besides the loop's variables, by id.
+        # The containers that a round begins with, and what rounds wrote to besides, by their ids.
+        self.inside: set[int] = set()
         self.written: set[int] = set()
         self.surroundings = self._now()
         self.roots = [*self.surroundings.held, *self.owners]
@@ -409,15 +412,28 @@ class _Outside:
         """Run a round, and return the variables and the values in the places."""
         with self._holding(held) as begun:
             made = tuple(self.functions[1](*operands))
-            changed = begun.changed()
             self.written |= begun.written()
-            if changed is None:
-                raise _uncarried()
-            more = tuple(changed - set(self.places))
-            if more:
-                self.surroundings.write(more, begun.first(more))
-                raise _Changes(set(more))
+            self._note_changes(begun)
             return made, self.surroundings.read(self.places)
+
+    def _note_changes(self, begun: Surroundings) -> None:
+        """Ask for another trace if a round has changed places that the loop does not carry.
+
+        What it has changed in the containers of its variables is in these.
+        """
+        changed = begun.changed()
+        if changed is None:
+            raise _uncarried()
+        others = [p for p in changed if id(begun.snapshot.saved[p.holder][0]) not in self.inside]
+        # A container that a place holds is another one in a round, and the numbers may be others.
+        places = self.surroundings.placed(begun.located(others))
+        if places is None:
+            raise _uncarried()
+        first = zip(places, begun.first(others), strict=True)
+        more = {place: value for place, value in first if place not in self.places}
+        if more:
+            self.surroundings.write(list(more), list(more.values()))
+            raise _Changes(set(more))
 
     @contextlib.contextmanager
     def _holding(self, held: tuple[Any, ...]) -> Iterator[Surroundings]:
