@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import pytest
+from _pytest.mark.expression import Expression
 from jax._src import compiler
 
 # Before a file of tests imports torchax, which says then that torch has an accelerator: scripts
@@ -27,8 +28,7 @@ _OF_ROUNDING = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
-    is_quick = request.config.option.markexpr.strip() == "not slow"
-    if is_quick and request.path.stem not in _OF_ROUNDING:
+    if request.path.stem not in _OF_ROUNDING and not _runs_slow_tests(request.config):
         yield
         return
     before = jax.config.read("jax_disable_most_optimizations")
@@ -43,3 +43,9 @@ def _optimised(request: pytest.FixtureRequest) -> Iterator[None]:
         patch.setattr(compiler, "get_compile_options", with_defaults)
         yield
     jax.config.update("jax_disable_most_optimizations", before)
+
+
+def _runs_slow_tests(config: pytest.Config) -> bool:
+    """Return whether `-m` lets slow tests run, whatever it says of other marks."""
+    asked = config.option.markexpr.strip()
+    return not asked or Expression.compile(asked).evaluate(lambda name, **_: name == "slow")

@@ -15,8 +15,9 @@ import tpuport.compat.shims
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching import shim as _shim
 from tpuport.foundation.patching.copies import COPIES
-from tpuport.foundation.patching.shim import REPLACED, Replacement, find_shims
+from tpuport.foundation.patching.shim import REPLACED, Replacement, find_shims, installed
 from tpuport.tracing import patches
+from tpuport.tracing.patches.flex_attention import FlexAttention
 
 
 def before(*_: object) -> str:
@@ -180,3 +181,8 @@ def test_a_module_is_looked_through_again_only_if_its_names_changed(
         assert module.late is not copied["wait_for_all"]
     assert {name: vars(module)[name] for name in copied} == copied
     assert looked[-1] < 10 < len(sys.modules)
+    looked.clear()
+    with tpuport.porting(), installed([FlexAttention]):  # as a trace in the block does
+        assert module.flex is not copied["flex"]
+    assert all(number < 10 for number in looked)
+    assert {name: vars(module)[name] for name in copied} == copied

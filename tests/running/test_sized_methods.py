@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tpuport
-from tpuport.compat.emulated.growing_methods import growing_methods, sized_methods
+from tpuport.compat.emulated.growing_methods import looping_methods
 
 
 class Scales(torch.nn.Module):
@@ -47,8 +47,7 @@ class Scales(torch.nn.Module):
 
 
 def test_a_loop_over_sizes_of_the_module_is_one_program() -> None:
-    assert sized_methods(Scales) == ["sample"]
-    assert growing_methods(Scales) == []
+    assert looping_methods(Scales) == (["sample"], [])
     with tpuport.porting() as scope:
         model = Scales().cuda()
         start = torch.randn(2, 4).cuda()

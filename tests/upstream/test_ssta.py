@@ -8,6 +8,7 @@ written out as pairs.
 import contextlib
 import functools
 import importlib
+import math
 import sys
 from types import ModuleType
 from typing import Any
@@ -29,8 +30,10 @@ pytestmark = [
     pytest.mark.filterwarnings(f"error::{PortWarning.__module__}.PortWarning"),
 ]
 
-# Eight tiles of 6 x 8 x 8, all of them padded, and a block of text, padded too.
-SIZES, TEXT = (7, 9, 10), 20
+# Eight tiles, all of them padded, and a block of text, padded too. With 6 x 8 x 8, as upstream has
+# it, eager PyTorch takes nine times the work over all pairs: the slow cases have such tiles.
+SMALL, AS_UPSTREAM = ((3, 9, 10), (2, 8, 8)), ((7, 9, 10), (6, 8, 8))
+TEXT = 20
 MOBA = {"sampling_type": "importance", "lambda_": 0.7, "mask_share_within_head": 0}
 CASES: dict[str, dict[str, Any]] = {
     "ssta": {"sparse_type": "ssta", **MOBA, "with_mask": True},
@@ -47,6 +50,10 @@ CASES: dict[str, dict[str, Any]] = {
 SLOW = {"ssta, repeated", "ssta by similarity", "moba"}
 
 
+def sizes_and_tile(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return AS_UPSTREAM if name in SLOW else SMALL
+
+
 def pairs(q: Any, k: Any, v: Any, q_size: int, kv_size: int, blocks: torch.Tensor) -> torch.Tensor:
     blocks = blocks if blocks.dim() == 4 else blocks[None, None]
     seen = blocks.repeat_interleave(q_size, 2).repeat_interleave(kv_size, 3)
@@ -56,16 +63,17 @@ def pairs(q: Any, k: Any, v: Any, q_size: int, kv_size: int, blocks: torch.Tenso
 class Sparse(torch.nn.Module):
     """One attention with a weight before it, for gradients."""
 
-    def __init__(self, function: Any, case: dict[str, Any]) -> None:
+    def __init__(self, function: Any, name: str) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.linspace(0.5, 1.5, 128))
-        self.function, self.case = function, dict(case)
+        self.function, self.case = function, dict(CASES[name])
+        self.sizes, self.tile = sizes_and_tile(name)
         self.with_mask = self.case.pop("with_mask", False)
 
     def forward(self, q: Any, k: Any, v: Any, mask: Any) -> torch.Tensor:
-        sizes = {"tile_thw": (6, 8, 8), "kernel_thw": (1, 1, 1), "text_len": TEXT, "topk": 2}
+        sizes = {"tile_thw": self.tile, "kernel_thw": (1, 1, 1), "text_len": TEXT, "topk": 2}
         mask = mask if self.with_mask else None
-        given = (q * self.weight, k, v, SIZES)
+        given = (q * self.weight, k, v, self.sizes)
         out, ratio = self.function(*given, text_mask=mask, **sizes, **self.case)
         del ratio
         return out
@@ -75,11 +83,11 @@ def outcome(name: str, device: str) -> tuple[list[torch.Tensor], Sparse]:
     """The output with the gradients of queries, keys, values and the weight; and the module."""
     module = importlib.import_module("hyvideo.models.transformers.modules.ssta_attention")
     generator = torch.Generator().manual_seed(0)
-    shape = (2, 2, SIZES[0] * SIZES[1] * SIZES[2] + TEXT, 128)
+    shape = (2, 2, math.prod(sizes_and_tile(name)[0]) + TEXT, 128)
     q, k, v = (torch.randn(shape, generator=generator).to(device) for _ in range(3))
     inputs = [x.requires_grad_() for x in (q, k, v)]
     mask = (torch.arange(TEXT) < torch.tensor([[7], [20]])).long().to(device)
-    net = Sparse(module.ssta_3d_attention, CASES[name]).to(device)
+    net = Sparse(module.ssta_3d_attention, name).to(device)
     out = net(*inputs, mask)
     found = torch.autograd.grad((out * out).sum(), [*inputs, net.weight])
     return [out.detach().cpu(), *(x.cpu() for x in found)], net
@@ -147,7 +155,7 @@ def test_one_program_over_chips_exchanges_tokens_for_heads_before_they_are_sorte
     mesh = make_mesh({"sequence": 2}, jax.devices()[:2])
     with fresh(), tpuport.porting("hyvideo", absent=["loguru"], port_modules=False):
         module = importlib.import_module("hyvideo.models.transformers.modules.ssta_attention")
-        ported = tpuport.convert(Sparse(module.ssta_3d_attention, CASES[name]), verify=False)
+        ported = tpuport.convert(Sparse(module.ssta_3d_attention, name), verify=False)
         tpuport.shard(ported, mesh, ShardingRules([SpecRule("**", P())], name="whole"))
         tokens = NamedSharding(mesh, P(None, None, "sequence"))
         generator = torch.Generator().manual_seed(0)

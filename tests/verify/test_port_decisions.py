@@ -5,7 +5,6 @@ fault of the same size or less, planted beside it, is none.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 from collections.abc import Callable, Iterator
@@ -48,12 +47,7 @@ from tpuport.verify.recorder import EnoughSteps, StepRecorder
 Script = Callable[[], tuple[nn.Module, Callable[[], torch.Tensor]]]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def only_new_objects() -> Iterator[None]:
-    """Hide the objects of all earlier tests, through which a recorder looks for modules."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("only_new_objects")
 
 
 class Net(nn.Module):

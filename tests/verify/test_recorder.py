@@ -15,6 +15,8 @@ from tpuport.verify.compare import _apart
 from tpuport.verify.processes import EAGER, VerifiedScript
 from tpuport.verify.recorder import StepRecorder, WrittenPaths, called_here
 
+pytestmark = pytest.mark.usefixtures("only_new_objects")
+
 
 def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
     """A port holds copies and proxies of the modules that it runs as programs."""

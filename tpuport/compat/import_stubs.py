@@ -184,10 +184,9 @@ class StandIns(InForce):
         self._finders = (_Provided(self._made), _Absent(self._made, self._guard_imports))
 
     def _install(self) -> None:
-        for name in list(sys.modules):
-            package = find_packages().get(name.partition(".")[0])
-            if package is not None and not package.IF_MISSING:
-                self._hidden[name] = sys.modules.pop(name)
+        provided = {one for one, package in find_packages().items() if not package.IF_MISSING}
+        for name in [one for one in list(sys.modules) if one.partition(".")[0] in provided]:
+            self._hidden[name] = sys.modules.pop(name)
         sys.meta_path.insert(0, self._finders[0])
         sys.meta_path.append(self._finders[1])
         find_spec = _find_spec_of(importlib.util.find_spec)

@@ -145,8 +145,11 @@ def _record_blocks(report: PortReport, trace: Any) -> None:
         report.add(found)
 
 
+_name_of = functools.cache(str)  # an operation formats its name each time
+
+
 def _record_counts(report: PortReport, trace: Any) -> None:
-    reasons = {str(op): entry.reason for op, entry in LOWERINGS.items()}
+    reasons = {_name_of(op): entry.reason for op, entry in LOWERINGS.items()}
     known = {op.name for op in report.registered_ops}
     for name, calls in trace.recorder.counters.ops.items():
         reason = reasons.get(name) or reasons.get(name.rpartition(".")[0])

@@ -5,11 +5,15 @@ the module holds (the scales of an image) is compiled round by round in any case
 """
 
 import ast
-import functools
+import dis
 import inspect
 import textwrap
+import weakref
 from collections.abc import Iterator
-from types import CodeType, FunctionType
+from types import FunctionType
+from typing import NamedTuple
+
+from tpuport.source.rewrite.codegen import nested_codes
 
 _JOINING = frozenset({"cat", "concat", "concatenate", "hstack"})
 # Their own loops are not the script's: transformers' has programs of its own.
@@ -17,35 +21,67 @@ _LIBRARIES = ("torch.", "transformers.")
 _SUSPENDS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
-def growing_methods(cls: type) -> list[str]:
-    """Return the names of a class's own methods that make a tensor longer over a range."""
-    return [name for name, function in _own(cls) if _joins(function.__code__)
-            and any(map(_is_growing, _loops(function)))]  # fmt: skip
+class LoopingMethods(NamedTuple):
+    """The names of a class's own methods with such a loop.
+
+    Attributes:
+        sized: those that loop over sizes which the module holds.
+        growing: those that make a tensor longer over a range.
+    """
+
+    sized: list[str]
+    growing: list[str]
 
 
-def _joins(code: CodeType) -> bool:
-    return "range" in code.co_names and not _JOINING.isdisjoint(code.co_names)
+def looping_methods(cls: type) -> LoopingMethods:
+    """Return the methods of a class with such a loop.
 
-
-def sized_methods(cls: type) -> list[str]:
-    """Return the names of a class's own methods that loop over sizes which the module holds."""
-    return [name for name, function in _own(cls) if any(map(_is_over_sizes, _loops(function)))]
-
-
-def _own(cls: type) -> Iterator[tuple[str, FunctionType]]:
+    Each `porting()` asks for all classes of modules of the process, so a function is read once.
+    """
+    found = LoopingMethods([], [])
     if cls.__module__.startswith(_LIBRARIES):
-        return
+        return found
     for name, value in vars(cls).items():
-        function = inspect.unwrap(value) if isinstance(value, FunctionType) else None
-        if name == "forward" or not isinstance(function, FunctionType):
-            continue
-        # What is suspended in between (a stream of tokens) runs in the script.
-        if not function.__code__.co_flags & _SUSPENDS:
-            yield name, function
+        if type(value) is FunctionType and name != "forward":
+            loops = _KNOWN.get(value)
+            if loops is None:
+                loops = _KNOWN[value] = _loops_of(value)
+            if loops is not _NEITHER:
+                found.sized.extend([name] * loops.over_sizes)
+                found.growing.extend([name] * loops.grows)
+    return found
 
 
-@functools.cache
-def _loops(function: FunctionType) -> list[ast.For]:
+class _Loops(NamedTuple):
+    over_sizes: bool
+    grows: bool
+
+
+_NEITHER = _Loops(False, False)
+_KNOWN: "weakref.WeakKeyDictionary[FunctionType, _Loops]" = weakref.WeakKeyDictionary()
+
+
+def _loops_of(value: FunctionType) -> _Loops:
+    function = inspect.unwrap(value)
+    # What is suspended in between (a stream of tokens) runs in the script.
+    if not isinstance(function, FunctionType) or function.__code__.co_flags & _SUSPENDS:
+        return _NEITHER
+    names = function.__code__.co_names
+    joins = "range" in names and not _JOINING.isdisjoint(names)
+    codes = list(nested_codes(function.__code__))
+    sizes = any(not _SIZED.isdisjoint(code.co_names) for code in codes)
+    # Its text is read only if its code has such names, and a loop.
+    if not (joins or sizes) or not any(_FOR in code.co_code[::2] for code in codes):
+        return _NEITHER
+    loops = _for_loops(function)
+    found = _Loops(any(map(_is_over_sizes, loops)), joins and any(map(_is_growing, loops)))
+    return found if any(found) else _NEITHER
+
+
+_FOR = dis.opmap["FOR_ITER"]
+
+
+def _for_loops(function: FunctionType) -> list[ast.For]:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     except (OSError, SyntaxError, TypeError):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpuport.compat.emulated import programs
-from tpuport.compat.emulated.growing_methods import growing_methods, sized_methods
+from tpuport.compat.emulated.growing_methods import looping_methods
 from tpuport.compat.emulated.settings import active
 from tpuport.foundation.patching.shim import REPLACED, Replacement, Shim
 from tpuport.tracing.guards.code_reads import content
@@ -66,10 +66,11 @@ def _named_methods(cls: type) -> list[Replacement]:
     settings = active()
     if settings is None:
         return []
-    unrolled = functools.partial(programs.attempt, is_whole=False)
-    ways: dict[str, Any] = dict.fromkeys(sized_methods(cls), unrolled)
-    ways |= dict.fromkeys(growing_methods(cls), programs.attempt)
-    ways |= dict.fromkeys(programs.program_methods(settings, cls), programs.call)
+    loops = looping_methods(cls)
+    ways: dict[str, Any] = dict.fromkeys(loops.sized, _UNROLLED)
+    ways |= dict.fromkeys(loops.growing, programs.attempt)
+    if settings.methods:
+        ways |= dict.fromkeys(programs.program_methods(settings, cls), programs.call)
     # A static method (YOLOX's SiLU) or one of the class is not given the module.
     is_method = isinstance(vars(cls).get("forward"), FunctionType)
     if is_method and not cls.__module__.startswith(_LIBRARIES):
@@ -77,6 +78,7 @@ def _named_methods(cls: type) -> list[Replacement]:
     return [Replacement(cls, n, _as_program(cls.__dict__[n], n, way)) for n, way in ways.items()]
 
 
+_UNROLLED = functools.partial(programs.attempt, is_whole=False)
 # Their own code calls modules, not `forward`.
 _LIBRARIES = ("torch.", "transformers.", "diffusers.", "torchvision.", "timm.")
 

@@ -33,21 +33,17 @@ class CopyIndex:
             new = {id(one): one for one in originals if id(one) not in self._originals}
             self._originals |= new
             self._places |= {key: set() for key in new}
-            self._num_modules, seen = len(sys.modules), self._seen
-            names_of = {
-                module_name: names
-                for module_name, module in list(sys.modules.items())
-                if type(names := getattr(module, "__dict__", None)) is dict
-            }
-            if not new:
-                names_of = {
-                    module_name: names
-                    for module_name, names in names_of.items()
-                    if seen.get(module_name) != (id(names), len(names)) or module_name == "__main__"
-                }
-            for module_name, names in names_of.items():
-                self._look_in(module_name, names)
-            return len(names_of)
+            self._num_modules, num_looked = len(sys.modules), 0
+            for module_name, module in list(sys.modules.items()):
+                names = getattr(module, "__dict__", None)
+                if type(names) is dict and (new or self._has_changed(module_name, names)):
+                    self._look_in(module_name, names)
+                    num_looked += 1
+            return num_looked
+
+    def _has_changed(self, module_name: str, names: dict[str, Any]) -> bool:
+        seen = self._seen.get(module_name)
+        return seen != (id(names), len(names)) or module_name == "__main__"
 
     def _look_in(self, module_name: str, names: dict[str, Any]) -> None:
         self._seen[module_name] = (id(names), len(names))

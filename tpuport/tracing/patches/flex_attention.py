@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.attention.flex_attention as flex
 
-from tpuport.foundation.patching.shim import Replacement, Shim, copies
+from tpuport.foundation.patching.shim import Replacement, Shim, everywhere, original_of
 from tpuport.tracing.attention.block_masks import (
     attend_block_mask,
     note_made_from,
@@ -31,7 +31,11 @@ class FlexAttention(Shim):
     REASON = "a higher-order operator without a lowering; plain torchax cannot trace it"
     MODULE = "torch.nn.attention.flex_attention"
 
+    def copied(self) -> list[Any]:
+        return [original_of(flex, name) for name in ("flex_attention", "create_block_mask")]
+
     def replacements(self) -> list[Replacement]:
+        # In a block of `porting()` its own, whose copies in other modules know that a trace runs.
         eager = flex.flex_attention
 
         def flex_attention(
@@ -72,12 +76,8 @@ class FlexAttention(Shim):
             note_made_from(made, mask_mod)
             return made
 
-        return [
-            Replacement(flex, "flex_attention", flex_attention),
-            *copies(eager, flex_attention, flex),
-            Replacement(flex, "create_block_mask", create_block_mask),
-            *copies(create, create_block_mask, flex),
-        ]
+        made = (("flex_attention", flex_attention), ("create_block_mask", create_block_mask))
+        return everywhere((flex, name, lambda _, ours=ours: ours) for name, ours in made)
 
 
 def attend_flex(
