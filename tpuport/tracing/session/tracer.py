@@ -29,7 +29,7 @@ from tpuport.source.rewrite.matching import RuleVisitor
 from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
+from tpuport.tracing.core.arguments import Watch, program_leaf, unsized, wants_int64
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_policy
 from tpuport.tracing.core.host_tape import Tape, draw_read, reads_draw
 from tpuport.tracing.core.measured_time import HELD
@@ -218,7 +218,7 @@ class Tracer:
             needs, found = error.code in NEEDS_VALUE, self._placed(error, request.method)
         elif reads_draw(error):
             needs, found = False, self._placed(draw_read(error), request.method)
-        elif not self.dynamic or isinstance(error, UsageError):
+        elif not self.dynamic or isinstance(error, UsageError) or _is_of_dtypes(error, request):
             raise error
         else:
             # The code is right in eager mode: a traced number or size was used where Python
@@ -531,6 +531,16 @@ _SMALL = 4096
 def _is_small_state(tensor: torch.Tensor) -> bool:
     """Return whether state may be read as Python numbers: small, and not trained."""
     return not tensor.requires_grad and tensor.numel() <= _SMALL
+
+
+def _is_of_dtypes(error: Exception, request: TraceRequest) -> bool:
+    """Return whether torch asks for int64 where an argument of int32 may be what it was given.
+
+    That is no number whose value is needed. JAX holds int64 in 32 bits, so the caller of the tracer
+    calls again with such arguments as int64.
+    """
+    may_be_jax = any(getattr(meta, "dtype", None) is torch.int32 for meta in request.metas)
+    return may_be_jax and wants_int64(error)
 
 
 def _needs_number(error: Exception) -> PortError:
