@@ -700,10 +700,10 @@ def test_indices_of_jax_beside_a_number_that_data_decides(way: str) -> None:
     def loss(params: dict[str, Any], *given: Any) -> Any:
         return ported.apply(params, ported.buffers, None, *given)[0]
 
-    for labels in (labels, labels.flip(0), torch.zeros(4, dtype=torch.int64)):
-        given = [jnp.asarray(t.numpy()) for t in (x, labels, rows)]
+    for some in (labels, labels.flip(0), torch.zeros(4, dtype=torch.int64)):
+        given = [jnp.asarray(t.numpy()) for t in (x, some, rows)]
         assert given[1].dtype == jnp.int32
-        want = model(x, labels, rows)
+        want = model(x, some, rows)
         if way == "jit":
             found, gradient = jax.jit(jax.value_and_grad(loss))(ported.params, *given)
             (expected,) = torch.autograd.grad(want, model.linear.weight)

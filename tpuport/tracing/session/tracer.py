@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import sys
 import time
 import traceback
 import warnings
@@ -52,7 +51,7 @@ from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
 from tpuport.tracing.session import state_left, taped_ops
-from tpuport.tracing.session.activate import active
+from tpuport.tracing.session.activate import active, eager_compiled, no_fused_kernels
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
@@ -561,16 +560,6 @@ def _needs_number(error: Exception) -> PortError:
     )
 
 
-def eager_compiled() -> Any:
-    """Return a context in which functions under `torch.compile` run as eager code.
-
-    There are none unless dynamo was imported, and importing it takes seconds.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress jax's warning about each 64-bit dtype stored in 32 bits.
@@ -582,20 +571,6 @@ def _quiet() -> Iterator[None]:
             "ignore", message="Explicitly requested dtype", category=UserWarning
         )
         yield
-
-
-@contextlib.contextmanager
-def no_fused_kernels() -> Iterator[None]:
-    """Keep torch from oneDNN's fused ops (an LSTM is one), which do not decompose.
-
-    They have no float64 either.
-    """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _note_written(outcome: TraceResult, made: list[Any], before: list[Any]) -> None:
