@@ -174,8 +174,8 @@ class _Identities:
             base: Any = list if isinstance(value, list) else deque
             self._sequences.append((base, value, tuple(base.__iter__(value))))
         elif isinstance(value, (set, frozenset)):
-            is_large = len(value) > _LARGEST
-            now = len(value) if is_large else set(value)
+            is_large = _length(value) > _LARGEST
+            now = _length(value) if is_large else set(value)
             self._others.append((_has_length if is_large else operator.eq, value, now))
 
     def other(self, same: Any, held: Any, value: Any) -> None:
@@ -252,8 +252,12 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
         identities.other(_has_variables, names, _variables(names))
 
 
+def _length(value: Any) -> int:
+    return int(_base_of(value).__len__(value))
+
+
 def _has_length(value: Any, length: int) -> bool:
-    return len(value) == length
+    return _length(value) == length
 
 
 def _holds(cell: types.CellType, value: Any) -> bool:
