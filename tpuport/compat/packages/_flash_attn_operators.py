@@ -34,7 +34,8 @@ def forward(
     del return_softmax
     window = (window_size_left, window_size_right)
     rule = _rule(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
-    out, lse = attend(*_heads_first(q, k, v), rule, with_lse=True)
+    query, key, value = _heads_first(q, k, v)
+    out, lse = attend(query, key, value, rule, with_lse=True)
     assert lse is not None
     return heads_last(out), lse, q.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
 
@@ -99,5 +100,5 @@ def _rule(
     return MaskRule(scale, causal, window, softcap, slopes)
 
 
-def _heads_first(*tensors: torch.Tensor) -> Any:
+def _heads_first(*tensors: torch.Tensor) -> tuple[Any, ...]:
     return tuple(x.transpose(1, 2) for x in tensors)
