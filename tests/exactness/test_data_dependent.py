@@ -14,6 +14,8 @@ Contents:
 from types import FunctionType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 import torch
 import torch.nn.functional as F
@@ -672,3 +674,51 @@ def test_masks_and_grids_whose_sizes_depend_on_data() -> None:
         pairs = zip(ported(*given), _grids(*given), strict=True)
         for number, (have, want) in enumerate(pairs):
             assert_same(have, want, f"{number} of {n} columns")
+
+
+class _Counted(nn.Module):
+    """Losses of indices, beside a number that they decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, rows: torch.Tensor) -> Any:
+        scores, chosen = self.linear(x), labels[labels > 0]
+        hot = F.one_hot(labels, 5) * F.one_hot(rows, 5)
+        taken = scores.gather(1, rows[:, None]).sum() / max(chosen.numel(), 1)
+        return F.nll_loss(scores.log_softmax(1), labels) + taken + (hot * scores).sum()
+
+
+@pytest.mark.parametrize("way", ["call", "apply", "jit"])
+def test_indices_of_jax_beside_a_number_that_data_decides(way: str) -> None:
+    torch.manual_seed(0)
+    model = _Counted()
+    x, labels, rows = normal(4, 3), torch.tensor([0, 3, 1, 3]), torch.tensor([4, 3, 0, 3])
+    ported = tpuport.convert(model)
+
+    def loss(params: dict[str, Any], *given: Any) -> Any:
+        return ported.apply(params, ported.buffers, None, *given)[0]
+
+    for some in (labels, labels.flip(0), torch.zeros(4, dtype=torch.int64)):
+        given = [jnp.asarray(t.numpy()) for t in (x, some, rows)]
+        assert given[1].dtype == jnp.int32
+        want = model(x, some, rows)
+        if way == "jit":
+            found, gradient = jax.jit(jax.value_and_grad(loss))(ported.params, *given)
+            (expected,) = torch.autograd.grad(want, model.linear.weight)
+            ours = tpuport.to_torch(gradient["linear.weight"])
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+        else:
+            found = ported(*given) if way == "call" else loss(ported.params, *given)
+        torch.testing.assert_close(tpuport.to_torch(found), want.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_indices_of_int32_where_torch_wants_int64() -> None:
+    model = _Counted()
+    x, rows = normal(4, 3), torch.tensor([4, 3, 0, 3])
+    ported = tpuport.convert(model, verify=False)
+    for labels in (rows, rows.flip(0)):
+        for call in (model, ported):
+            with pytest.raises(RuntimeError, match="one_hot is only applicable to index tensor"):
+                call(x, labels.int(), rows)

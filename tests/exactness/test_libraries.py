@@ -12,7 +12,9 @@ from torch import distributions, nn
 
 import tpuport
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
-from tpuport.foundation.errors import PortError
+from tpuport.foundation import pytree
+from tpuport.foundation.errors import ParityError, PortError
+from tpuport.model.parity import verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 X, Y, Z = normal(4, 3), normal(4, 3, seed=2), normal(4, 3, seed=3)
@@ -213,6 +215,86 @@ def test_parameters_of_a_scripted_module_are_refused():
     module = nn.Sequential(torch.jit.script(nn.Linear(3, 3)))
     with pytest.raises(PortError, match="compiled by TorchScript, reads parameters"):
         tpuport.convert(module, verify=False)(X)
+
+
+class Normalized(nn.Module):
+    """A normalizer of observations, as rl_games scripts its own."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.register_buffer("mean", torch.full((3,), 0.5))
+        self.write, self.seen = write, [torch.ones(3)]
+
+    def forward(self, x):
+        made = x + self.mean
+        made[0].mul_(2.0)
+        if self.training:
+            if self.write == "set":
+                self.mean = self.mean * 0.9
+            elif self.write == "in place":
+                self.mean[1:].add_(x.mean(0)[1:])
+            elif self.write == "list":
+                self.seen.append(x.mean(0))
+            else:
+                made = nn.functional.batch_norm(made, self.mean, self.seen[0], training=True)
+        return made * self.seen[0]
+
+
+@pytest.mark.parametrize("write", ["set", "in place", "list", "statistics"])
+def test_state_of_a_scripted_module_is_refused(write):
+    module = nn.Sequential(torch.jit.script(Normalized(write)), nn.Linear(3, 3))
+    with pytest.raises(PortError, match="compiled by TorchScript, writes to its attributes"):
+        tpuport.convert(module)(X)
+    module.eval()
+    torch.testing.assert_close(tpuport.convert(module)(X).torch(), module(X))
+
+
+def test_a_difference_beside_a_scripted_module_is_found(monkeypatch):
+    module = nn.Sequential(torch.jit.script(Logmap()), nn.Linear(3, 3))
+    whole = verify.outputs
+
+    def wrong(expected, out, given):
+        return whole(expected, pytree.map_tensors(lambda t: t * 1.01, out), given)
+
+    monkeypatch.setattr(verify, "outputs", wrong)
+    with pytest.raises(ParityError):
+        tpuport.convert(module)(X.abs() + 1)
+
+
+@torch.compile
+def doubled(grad):
+    return grad[torch.arange(3)].cos() * 2
+
+
+class Compiled(torch.autograd.Function):
+    """Its backward calls a compiled function, as hippynn's does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return doubled(grad)
+
+
+class Backward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return Compiled.apply(self.linear(x)).sum()
+
+
+def test_a_backward_calls_a_compiled_function():
+    module, x = Backward(), normal(3, 3)
+    ported = tpuport.convert(module, verify=False)
+    found = jax.jit(jax.grad(lambda p: ported.apply(p, ported.buffers, None, x)[0]))(ported.params)
+    with torch.compiler.set_stance("force_eager"):
+        module(x).backward()
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(tpuport.to_torch(found[name]), weight.grad)
 
 
 @pytest.mark.parametrize("made", [lambda x: x[:2], torch.Tensor.half], ids=["shape", "dtype"])

@@ -3,6 +3,7 @@
 import weakref
 from typing import Any
 
+import jax
 import pytest
 import torch
 from torch import nn
@@ -153,3 +154,58 @@ def test_a_copy_of_an_optimizer_leaves_its_class_as_it_is():
     finally:
         handle.remove()
     assert calls == ["SGD"]
+
+
+class Store:
+    """Values that refer weakly to the record that they are in, as torch_geometric's do."""
+
+    def __init__(self, record: Any, x: torch.Tensor) -> None:
+        self._parent, self.x = weakref.ref(record), x
+
+    def scaled(self) -> torch.Tensor:
+        record: Any = self._parent()
+        return self.x * record.scale
+
+
+class Record:
+    def __init__(self, scale: torch.Tensor, x: torch.Tensor) -> None:
+        self.scale = scale
+        self.parts = {"x": Store(self, x)}
+
+
+class _Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+
+    def forward(self, record: Record) -> tuple[torch.Tensor, Record]:
+        store: Any = record.parts["x"]
+        assert store._parent() is record
+        out = self.linear(store.scaled())
+        record.scale = record.scale + 1
+        return out, Record(record.scale * 2, out)
+
+
+def test_parts_of_an_argument_refer_to_what_they_are_in():
+    torch.manual_seed(0)
+    model = _Reading()
+    ported = tpuport.convert(model)
+    for number in range(3):
+        x, scale = normal(4, 3, seed=number), normal(3, seed=number + 5)
+        ours, theirs = Record(scale.clone(), x.clone()), Record(scale.clone(), x.clone())
+        (out, made), (want, other) = ported(ours), model(theirs)
+        torch.testing.assert_close(tpuport.to_torch(out), want, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(tpuport.to_torch(ours.scale), theirs.scale)
+        assert made.parts["x"]._parent() is made
+        assert ours.parts["x"]._parent() is ours
+        torch.testing.assert_close(tpuport.to_torch(made.scale), other.scale)
+    assert not ported.report.retraces
+
+    def loss(scale: jax.Array, x: jax.Array) -> jax.Array:
+        return ported.apply(ported.params, ported.buffers, None, Record(scale, x))[0][0].sum()
+
+    x, scale = normal(4, 3).requires_grad_(), normal(3, seed=5).requires_grad_()
+    model(Record(scale, x))[0].sum().backward()
+    found = jax.jit(jax.grad(loss, (0, 1)))(*(tpuport.to_numpy(t.detach()) for t in (scale, x)))
+    for ours, tensor in zip(found, (scale, x), strict=True):
+        torch.testing.assert_close(tpuport.to_torch(ours), tensor.grad, rtol=1e-5, atol=1e-6)

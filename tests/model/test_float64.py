@@ -1,10 +1,13 @@
 """Eager PyTorch in float64 under the dtypes that its code asks for."""
 
+import jax
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tpuport
+from tpuport.foundation.errors import PortError
 from tpuport.model.parity.float64 import Float64
 
 
@@ -116,3 +119,24 @@ def test_exact_ops_get_no_errors():
     torch.testing.assert_close(
         mode.value(seen), torch.cat([torch.zeros(2, 4), x.flip(0) * 2]).double(), rtol=0, atol=0
     )
+
+
+class Checked(nn.Module):
+    """Weights that are below what float32 holds, as dispersion corrections have them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.exp(-200.0 * x.double().square())
+        shares = (weights / weights.sum()).to(x.dtype)
+        assert not shares.isnan().any(), "no share"
+        return shares * x
+
+
+def test_a_check_that_only_float64_passes_is_refused_by_its_line() -> None:
+    x = torch.tensor([1.0, 1.1])
+    with pytest.raises(PortError, match=r"assert not shares(?s:.*)jax_enable_x64") as caught:
+        tpuport.convert(Checked())(x)
+    assert "TPU105" in str(caught.value)
+    assert "AssertionError: no share" in str(caught.value)
+    assert str(caught.value).startswith(__file__)
+    with jax.enable_x64(True):
+        torch.testing.assert_close(tpuport.convert(Checked())(x).torch(), Checked()(x))

@@ -10,6 +10,7 @@ from datetime import date, datetime
 from time import perf_counter as now
 from time import time_ns
 from timeit import default_timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -237,3 +238,45 @@ def test_a_collection_of_garbage_reads_no_clock_for_a_call(
         assert tpuport.convert(function)(torch.ones(2)).tolist() == [2.0, 2.0]
     finally:
         gc.callbacks.remove(timed)
+
+
+class _Program:
+    """A program that equals those of the same text, as far as its rules can be compared at all."""
+
+    def __init__(self, text: str, *, compares: bool = True) -> None:
+        self.text, self.compares = text, compares
+        changes = SimpleNamespace(after={})
+        self.outcome = SimpleNamespace(
+            out_spec=SimpleNamespace(key=()), state={}, python_changes=changes
+        )
+        self.run = self
+
+    def same(self, other: "_Program") -> bool:
+        return self.compares and other.compares and self.text == other.text
+
+    def reads_like(self, other: "_Program") -> bool:
+        return self.text == other.text
+
+
+@pytest.mark.parametrize(
+    ("made", "again", "likewise", "is_same"),
+    [
+        ("a", "a", "a", True),
+        ("first", "b", "b", True),
+        ("a", "b", "a", False),
+        ("first", "b", "c", False),
+    ],
+)
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_first_trace_that_is_unlike_all_later_ones(
+    made: str,
+    again: str,
+    likewise: str,
+    is_same: bool,
+    compares: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(moments, "release", lambda outcome: None)
+    first, second, third = (_Program(x, compares=compares) for x in (made, again, likewise))
+    found: Any = moments.is_same_program
+    assert found(first, second, lambda: third) is is_same

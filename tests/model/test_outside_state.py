@@ -19,6 +19,7 @@ from torch import nn
 import tpuport
 from tests.model import outside_state
 from tests.model.repeated import Block, Stack, port
+from tpuport.foundation.errors import PortError
 
 COUNT = 0
 TABLE: dict[str, Any] = {"scale": 1.0}
@@ -317,3 +318,33 @@ def test_an_object_that_has_an_attribute_of_every_name(monkeypatch: pytest.Monke
     assert tpuport.to_torch(ported(x)).tolist() == [2.0, 2.0]
     monkeypatch.setattr(ANYTHING, "scale", 3.0)
     assert tpuport.to_torch(ported(x)).tolist() == [3.0, 3.0]
+
+
+class Registry:
+    """A registry that a call replaces by a copy, with more names than are compared one by one."""
+
+    def __init__(self, names: set[str]) -> None:
+        self.names = set(names)
+
+
+REGISTRIES = {"now": Registry({f"module_{i}" for i in range(5000)})}
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_large_set_that_each_call_copies(grows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(REGISTRIES, "now", Registry(REGISTRIES["now"].names))
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        made = REGISTRIES["now"] = Registry(REGISTRIES["now"].names)
+        made.names.add(f"later_{len(made.names)}" if grows else "later")
+        return x * 2
+
+    ported = tpuport.convert(call)
+    if grows:
+        with pytest.raises(PortError, match=r"TPU406 .* writes to what is outside"):
+            ported(torch.ones(2))
+        return
+    for number in range(3):
+        x = torch.full((2,), float(number))
+        torch.testing.assert_close(ported(x).torch(), x * 2)
+    assert not ported.report.retraces

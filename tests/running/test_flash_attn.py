@@ -407,3 +407,63 @@ def test_the_functions_work_after_the_block_and_the_package_is_gone():
         importlib.metadata.version("flash_attn")
     (q,) = tensors((1, 3, 2, 8))
     close(flash_attn_func(q, q, q)[0], naive(q[0], q[0], q[0]))
+
+
+RULES: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "softcap": 2.0},
+    {"window": (1, 1), "slopes": True},
+    {"causal": True, "scale": 0.3},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_operators_below_the_functions(rule: dict[str, Any]):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 5, 4, 8), torch.randn(2, 4, 2, 8), torch.randn(2, 4, 2, 8)
+    given = torch.randn(2, 5, 4, 8)
+    slopes = torch.tensor([0.5, 0.25, 0.1, 0.2]) if rule.get("slopes") else None
+    causal, window = rule.get("causal", False), rule.get("window", (-1, -1))
+    cap = rule.get("softcap", 0.0)
+    options = (rule.get("scale", 8**-0.5), causal, *window, cap, slopes)
+
+    def both(q, k, v, given):
+        with tpuport.porting():
+            from flash_attn.flash_attn_interface import (
+                _wrapped_flash_attn_backward,
+                _wrapped_flash_attn_forward,
+            )
+        out, lse, _, state = _wrapped_flash_attn_forward(q, k, v, 0.0, *options, False)
+        made = [torch.empty_like(x) for x in (q, k, v)]
+        tail = (0.0, *options, False, state)
+        total = _wrapped_flash_attn_backward(given, q, k, v, out, lse, *made, *tail)
+        # Part by part, as ring attention: with the denominators and results of all keys.
+        parts = [torch.empty_like(x) for x in (q, k[:, 2:], v[:, 2:])]
+        some = (q, k[:, 2:].contiguous(), v[:, 2:].contiguous())
+        _wrapped_flash_attn_backward(given, *some, out, lse, *parts, *tail)
+        return out, lse, total, *made, *parts
+
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    rows = [
+        naive(*(x[i] for x in leaves), softcap=cap, causal=causal, window=window, slopes=slopes,
+              scale=rule.get("scale"))
+        for i in range(2)
+    ]  # fmt: skip
+    want = torch.stack(rows)
+    gradients = torch.autograd.grad(want, leaves, given.double())
+    ported = tpuport.convert(both, verify=False)
+    for found in (both(q, k, v, given), tuple(map(tpuport.to_torch, ported(q, k, v, given)))):
+        close(found[0], want.detach())
+        close(found[2], (want * given).sum(-1).transpose(1, 2).detach())
+        for ours, theirs in zip(found[3:6], gradients, strict=True):
+            close(ours, theirs)
+        for ours, theirs in zip(found[7:], gradients[1:], strict=True):
+            close(ours, theirs[:, 2:])
+
+
+def test_an_operator_with_dropout_is_refused():
+    with tpuport.porting():
+        from flash_attn.flash_attn_interface import _flash_attn_forward
+    x = torch.randn(1, 2, 1, 8)
+    with pytest.raises(UsageError, match="dropout_p to 0"):
+        _flash_attn_forward(x, x, x, 0.1, None, False)

@@ -14,7 +14,7 @@ import traceback
 import types
 import warnings
 import zipfile
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 
 import pytest
@@ -104,6 +104,40 @@ def test_a_named_package_is_rewritten_and_forgotten():
     assert {("TPU101", 8), ("TPU210", 10), ("TPU420", 16)} <= set(model.applied)
     assert model.file.endswith("pack/model.py")
     assert [one.name for one in found.modules] == ["pack", "pack.model", "pack.plain"]
+
+
+class _Watching:
+    """A finder of the user's that notes what is executed, as hooks of `wrapt` and coverage do."""
+
+    def __init__(self):
+        self.noted = []
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.partition(".")[0] != "pack":
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            self.noted.append((module.__name__, is_rewritten(module)))
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+@pytest.mark.usefixtures("pack")
+def test_what_another_finder_has_set_on_a_loader_stays(monkeypatch):
+    other = _Watching()
+    monkeypatch.setattr(sys, "meta_path", [other, *sys.meta_path])
+    with hook(["pack"]):
+        model = imported("pack").model
+        assert isinstance(model.__loader__, RewrittenLoader)
+        assert "kept" in inspect.getsource(model)
+    noted = [("pack.model", True), ("pack.plain", False), ("pack", False)]
+    assert other.noted == noted
+    assert not is_rewritten(imported("pack").model)
+    assert other.noted[3] == ("pack.model", False)
 
 
 def test_results_are_those_of_the_original(pack):

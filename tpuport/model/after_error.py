@@ -10,13 +10,14 @@ import jax.core
 import torch
 
 from tpuport.foundation import pytree
-from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import raised_by_tpuport, user_places
 from tpuport.model.parity.call import Call
 from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.verify import host_arguments, in_eager
 from tpuport.tracing.core import arguments
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import FOR_VALUES, port_error
+from tpuport.tracing.core.int64 import is_64
 from tpuport.tracing.core.keys import next_key
 from tpuport.tracing.guards import host_randomness
 
@@ -52,6 +53,9 @@ def refused_if_alone(given: Any) -> Iterator[None]:
         if not is_of_the_code(error, given) or is_retried or is_eagers:
             raise
         place = next(user_places(error.__traceback__), None)
+        notes = [n for n in getattr(error, "__notes__", ()) if n.startswith(FOR_VALUES)]
+        if notes:
+            raise _of_values(error, notes[0].removeprefix(FOR_VALUES)) from error
         raise port_error(
             f"the traced code raises {type(error).__name__}: {error}; eager PyTorch does not",
             code="TPU105",
@@ -60,6 +64,19 @@ def refused_if_alone(given: Any) -> Iterator[None]:
             " class to eager PyTorch: --eager NAME",
             place=None if place is None else str(place),
         ) from error
+
+
+def _of_values(error: Exception, site: str) -> PortError:
+    """Return the refusal of a check that fails for the port's numbers and not for eager's."""
+    why = "" if is_64() else ", such as where float64, which JAX holds in 32 bits, has smaller ones"
+    return port_error(
+        f"a check fails for the program's numbers: {type(error).__name__}: {error}; eager"
+        f" PyTorch's pass it{why}",
+        code="TPU105",
+        remedy='compute this part in 64 bits: jax.config.update("jax_enable_x64", True) before'
+        " convert; or leave the class to eager PyTorch under porting(): --eager NAME",
+        place=site,
+    )
 
 
 def follow(ported: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -55,8 +55,12 @@ def is_same_program(
     # the program decides: a time that only a derivative has is not seen.
     likewise = trace()
     is_comparable = made.run.same(likewise.run)
+    # A first trace may be another one than all later ones, as torch keeps what it has made in it.
+    is_same = not is_comparable and any(
+        one.run.same(again.run) or one.run.reads_like(again.run) for one in (made, likewise)
+    )
     release(likewise.outcome)
-    return not is_comparable and made.run.reads_like(again.run)
+    return is_same
 
 
 def _values(compiled: CachedProgram) -> Any:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tpuport.model.parity.decisions import CallDecisions, SavedCopy, decisions, memory_of
 from tpuport.model.parity.float64 import Float64
-from tpuport.tracing.session.tracer import no_fused_kernels
+from tpuport.tracing.session.activate import no_fused_kernels
 from tpuport.verify.port_decisions import PortDecisions, save_ties
 
 FILE = "kinks.json"

@@ -106,7 +106,8 @@ class ImportHook(MetaPathFinder):
                 self._found[fullname] = None
         elif type(spec.loader) is SourceFileLoader and self.covers(fullname, spec.loader.path):
             self._found[fullname] = None
-            spec.loader = self.loader(fullname, spec.loader.path)
+            made = self.loader(fullname, spec.loader.path)
+            spec.loader = _in_place_of(spec.loader, made)
         return spec
 
     def covers(self, name: str, file: str) -> bool:
@@ -207,6 +208,18 @@ def hook(
         # Not `remove`, which would call `__eq__` of other people's finders.
         sys.meta_path[:] = [one for one in sys.meta_path if one is not finder]
         finder.forget()
+
+
+def _in_place_of(theirs: SourceFileLoader, ours: SourceFileLoader) -> SourceFileLoader:
+    """Return our loader, or theirs with our class if another finder has set methods on it.
+
+    Such a method, an `exec_module` for example, calls the loader's own, which has to be ours then.
+    """
+    if vars(theirs).keys() <= vars(SourceFileLoader("", "")).keys():
+        return ours
+    theirs.__class__ = type(ours)
+    vars(theirs).update(vars(ours))
+    return theirs
 
 
 def loader_for(name: str, file: str) -> SourceFileLoader:

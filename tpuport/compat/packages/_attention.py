@@ -83,14 +83,7 @@ def attend(
         such a query, as the kernels give), or None.
     """
     _check(query, key, value)
-    mask = seen
-    bias = None
-    if rule.is_local:
-        if distance is None:
-            distance = _aligned_at_the_end(query.shape[2], key.shape[2], query.device)
-        own = rule.mask(distance)
-        mask = own if seen is None else seen if own is None else seen & own
-        bias = None if rule.slopes is None else _alibi(rule.slopes, distance)
+    bias, mask = _bias_and_mask(query, key, rule, distance, seen)
     if not with_lse:
         softcap = rule.softcap if rule.softcap > 0 else None
         how = {"scale": rule.scale, "softcap": softcap, "dropout": rule.dropout}
@@ -110,6 +103,44 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out, None
+
+
+def _bias_and_mask(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    rule: MaskRule,
+    distance: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what is added to the scores, and the keys that each query sees."""
+    if not rule.is_local:
+        return None, seen
+    if distance is None:
+        distance = _aligned_at_the_end(query.shape[2], key.shape[2], query.device)
+    own = rule.mask(distance)
+    mask = own if seen is None else seen if own is None else seen & own
+    return None if rule.slopes is None else _alibi(rule.slopes, distance), mask
+
+
+def weights_of(
+    query: torch.Tensor, key: torch.Tensor, rule: MaskRule, lse: torch.Tensor
+) -> tuple[torch.Tensor, Any]:
+    """Return the weights [B, H, L, S] of keys for given denominators, for a backward.
+
+    Returns:
+        The weights, and the derivative of each score with respect to the product of its query and
+        key.
+    """
+    bias, mask = _bias_and_mask(query, key, rule)
+    scale = query.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    scores, slope = (query @ key.transpose(-1, -2)) * scale, scale
+    if rule.softcap > 0:
+        capped = torch.tanh(scores / rule.softcap)
+        scores, slope = rule.softcap * capped, (1 - capped.square()) * scale
+    if bias is not None:
+        scores = scores + bias
+    weights = torch.exp(scores - lse[..., None])
+    return weights if mask is None else weights.masked_fill(~mask, 0.0), slope
 
 
 def heads_last(out: torch.Tensor) -> torch.Tensor:

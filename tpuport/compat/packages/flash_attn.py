@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from tpuport.compat.packages import _flash_attn_operators as _operators
 from tpuport.compat.packages import _flash_attn_parts as parts
 from tpuport.compat.packages._attention import MaskRule, attend, attend_packed, heads_last
 from tpuport.compat.packages._package import Package, named
@@ -34,7 +35,7 @@ class FlashAttn(Package):
         )
         return {
             "flash_attn": {**functions, "__version__": self.version()},
-            "flash_attn.flash_attn_interface": functions,
+            "flash_attn.flash_attn_interface": {**functions, **operators()},
             "flash_attn.bert_padding": named(
                 parts.index_first_axis, parts.index_put_first_axis, parts.pad_input, unpad_input
             ),
@@ -47,6 +48,12 @@ class FlashAttn(Package):
             "flash_attn.ops.rms_norm": named(parts.rms_norm, parts.RMSNorm),
             "flash_attn.ops.layer_norm": named(parts.layer_norm),
         }
+
+
+def operators() -> dict[str, Any]:
+    """Return the operators below the functions, by both of their names."""
+    below = {"flash_attn_forward": _operators.forward, "flash_attn_backward": _operators.backward}
+    return {start + name: one for name, one in below.items() for start in ("_", "_wrapped_")}
 
 
 def unpad_input(

@@ -41,6 +41,7 @@ class DiffusersAttention(Shim):
     def replacements(self) -> list[Replacement]:
         home = importlib.import_module(self.MODULE)
         flash = flash_attn.FlashAttn().modules()["flash_attn"]
+        below = flash_attn.operators()
         sage = sageattention.SageAttention().modules()["sageattention"]
         names: dict[str, Any] = {
             "flash_attn_func": flash["flash_attn_func"],
@@ -50,6 +51,8 @@ class DiffusersAttention(Shim):
             **{name: call for name, call in sage.items() if name.startswith("sageattn")},
             "xops": _xformers().ops,
             "_wrapped_flash_attn_3": _flash_3,
+            "_wrapped_flash_attn_forward": below["_wrapped_flash_attn_forward"],
+            "_wrapped_flash_attn_backward": below["_wrapped_flash_attn_backward"],
             "_CAN_USE_FLASH_ATTN": True,
             "_CAN_USE_FLASH_ATTN_3": True,
             "_CAN_USE_SAGE_ATTN": True,

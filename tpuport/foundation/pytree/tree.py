@@ -127,6 +127,8 @@ class Flattener:
                 self.keep.append(value)
             return known, known
         kind = type(value)
+        if kind is weakref.ref:
+            return self._weak(value)
         # A shape that data decides is a tuple of leaves.
         is_open = kind is torch.Size and any(map(self.leaf, value))
         if isinstance(value, ATOMS) and not is_open:
@@ -145,6 +147,18 @@ class Flattener:
         self.seen[id(value)] = ("ref", index)
         self.keep.append(value)
         return self.container(value, path, index)
+
+    def _weak(self, value: weakref.ref[Any]) -> tuple[Any, Any]:
+        """Return the (node, key) of a weak reference: a part's to what it is in by its place.
+
+        torch_geometric's stores refer to their `Data` so, and each object has one of its own.
+        """
+        known = self.seen.get(id(value()), ("", 0))
+        # A tuple is made after its parts.
+        is_made_last = isinstance(value(), (tuple, frozenset))
+        if known[0] != "ref" or is_made_last or value.__callback__ is not None:
+            return ("static", value), (weakref.ref, hashable(value, self.keep))
+        return ("weak", known), ("weak", known)
 
     def _tensor(self, value: torch.Tensor, path: str) -> tuple[Any, Any]:
         """Return the (node, key) of a tensor of a class of the user's: a container of a leaf."""
@@ -284,6 +298,8 @@ def unflatten_node(node: Any, leaves: list[Any], made: dict[int, Any]) -> Any:
         return what()
     if tag == "ref":
         return made[what]
+    if tag == "weak":
+        return weakref.ref(unflatten_node(what, leaves, made))
     if tag == "array":
         made[what] = node[2].copy()
         return made[what]

@@ -83,7 +83,8 @@ def _record(module: torch.nn.Module, into: Outputs, value: Callable[[Any], Any])
         return after
 
     for name, owner in module.named_modules():
-        owner.register_forward_hook(hook(name))
+        if not isinstance(owner, torch.jit.ScriptModule):  # which take no hooks
+            owner.register_forward_hook(hook(name))
 
 
 def _compare(

@@ -23,7 +23,7 @@ from tpuport.model.parity.same_numbers import SameNumbers
 from tpuport.model.parity.structure import Pair, as_tensor, pairs
 from tpuport.model.parity.turned import CallSamples, KeptArrays, Margins, Turned
 from tpuport.reports.records import Kind, Parity
-from tpuport.tracing.session.tracer import no_fused_kernels
+from tpuport.tracing.session.activate import no_fused_kernels
 from tpuport.tracing.state.module_state import state_tree
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from tpuport.tracing.patches.manual_seed import ManualSeed
 from tpuport.tracing.patches.tensor_subclass import TensorSubclass
 from tpuport.tracing.patches.truncated_normal import TruncatedNormal
 from tpuport.tracing.scan_layers import stacked_params
-from tpuport.tracing.session.tracer import eager_compiled
+from tpuport.tracing.session.activate import eager_compiled
 from tpuport.tracing.state.held_generators import holds_generator
 from tpuport.tracing.state.module_state import state_tree
 

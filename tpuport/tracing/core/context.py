@@ -18,7 +18,7 @@ from tpuport.foundation.patching.shim import Shim
 from tpuport.foundation.pytree import is_sparse
 from tpuport.reports.records import AttentionCall
 from tpuport.tracing.core import active, int64
-from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.errors import FOR_VALUES, port_error
 from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
@@ -448,7 +448,7 @@ class Trace:
             return
         check, checks = LiftedCheck(error, site), self.recorder.checks
         if check not in checks:
-            error.add_note(f"raised for the values of this call by {site}")
+            error.add_note(f"{FOR_VALUES}{site}")
             checks.append(check)
         number, code = checks.index(check) + 1, self.error_code.value
         self.error_code.set(jnp.where((code == 0) & failed, number, code))

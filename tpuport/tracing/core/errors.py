@@ -170,6 +170,10 @@ def _for_packages(remedy: str, file: str | None) -> str:
     return f"{remedy}; in code that is not yours: {LEAVE_TO_EAGER}"
 
 
+# How the note of an error begins that a program raises for the values of a call.
+FOR_VALUES = "raised for the values of this call by "
+
+
 def port_error(
     message: str,
     *,

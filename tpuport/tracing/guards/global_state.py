@@ -35,6 +35,8 @@ OWN = "self."
 _CONTAINERS = (list, dict, set, deque)
 _BASES = (list, tuple, dict, set, frozenset, deque)
 _LARGEST = 4096
+# Nothing below its members is read: einx copies a set of the names of all modules at each call.
+_LARGEST_SET = 2**16
 
 
 class GlobalState:
@@ -165,14 +167,16 @@ class _Identities:
             self._mappings.append((get, held, len(held), get(held)))
 
     def container(self, value: Any) -> None:
-        """Keep what a container holds."""
+        """Keep what a container holds, of a large set the number of its members."""
         if isinstance(value, dict):
             self._dicts.append((value, tuple(value), tuple(value.values())))
         elif isinstance(value, (list, deque)):  # A tuple holds what it held.
             base: Any = list if isinstance(value, list) else deque
             self._sequences.append((base, value, tuple(base.__iter__(value))))
         elif isinstance(value, (set, frozenset)):
-            self._others.append((operator.eq, value, set(value)))
+            is_large = _length(value) > _LARGEST
+            now = _length(value) if is_large else set(value)
+            self._others.append((_has_length if is_large else operator.eq, value, now))
 
     def other(self, same: Any, held: Any, value: Any) -> None:
         """Keep something that `same(held, value)` compares."""
@@ -248,6 +252,14 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
         identities.other(_has_variables, names, _variables(names))
 
 
+def _length(value: Any) -> int:
+    return int(_base_of(value).__len__(value))
+
+
+def _has_length(value: Any, length: int) -> bool:
+    return _length(value) == length
+
+
 def _holds(cell: types.CellType, value: Any) -> bool:
     return content(cell) is value
 
@@ -321,8 +333,9 @@ class _Freezer:
         kind = type(value)
         base = _base_of(value)
         if base is not None:
-            if base.__len__(value) > self._left:
-                return (Same(value), base.__len__(value))
+            size = base.__len__(value)
+            if size > (_LARGEST_SET if base in (set, frozenset) else self._left):
+                return (Same(value), size)
             self.identities.container(value)
             if kind in _CONTAINERS:
                 self.mutable.append(value)

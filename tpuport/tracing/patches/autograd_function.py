@@ -30,7 +30,7 @@ from tpuport.tracing.core.values import flow_of, value_of, write
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.patches._count import count
-from tpuport.tracing.session.activate import active
+from tpuport.tracing.session.activate import active, eager_compiled, no_fused_kernels
 
 
 class _Context:
@@ -500,7 +500,8 @@ def _running(trace: Trace) -> Iterator[Trace]:
         return
     later = Trace(None, TraceOptions(patches=trace.options.patches))
     later.writable_from = 0
-    with installed(later.options.patches), active(later):
+    patches = installed(later.options.patches)
+    with eager_compiled(), no_fused_kernels(), patches, active(later):
         later.error_code = _no_failure(later)
         yield later
 

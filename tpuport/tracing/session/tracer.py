@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import sys
 import time
 import traceback
 import warnings
@@ -29,7 +28,7 @@ from tpuport.source.rewrite.matching import RuleVisitor
 from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
-from tpuport.tracing.core.arguments import Watch, program_leaf, unsized
+from tpuport.tracing.core.arguments import Watch, program_leaf, unsized, wants_int64
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, no_policy
 from tpuport.tracing.core.host_tape import Tape, draw_read, reads_draw
 from tpuport.tracing.core.measured_time import HELD
@@ -52,7 +51,7 @@ from tpuport.tracing.patterns import rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
 from tpuport.tracing.session import state_left, taped_ops
-from tpuport.tracing.session.activate import active
+from tpuport.tracing.session.activate import active, eager_compiled, no_fused_kernels
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.graph_passes import Pass, with_passes
 from tpuport.tracing.session.growing_arguments import refuse_effects
@@ -218,7 +217,7 @@ class Tracer:
             needs, found = error.code in NEEDS_VALUE, self._placed(error, request.method)
         elif reads_draw(error):
             needs, found = False, self._placed(draw_read(error), request.method)
-        elif not self.dynamic or isinstance(error, UsageError):
+        elif not self.dynamic or isinstance(error, UsageError) or _is_of_dtypes(error, request):
             raise error
         else:
             # The code is right in eager mode: a traced number or size was used where Python
@@ -533,6 +532,16 @@ def _is_small_state(tensor: torch.Tensor) -> bool:
     return not tensor.requires_grad and tensor.numel() <= _SMALL
 
 
+def _is_of_dtypes(error: Exception, request: TraceRequest) -> bool:
+    """Return whether torch asks for int64 where an argument of int32 may be what it was given.
+
+    That is no number whose value is needed. JAX holds int64 in 32 bits, so the caller of the tracer
+    calls again with such arguments as int64.
+    """
+    may_be_jax = any(getattr(meta, "dtype", None) is torch.int32 for meta in request.metas)
+    return may_be_jax and wants_int64(error)
+
+
 def _needs_number(error: Exception) -> PortError:
     """Return the refusal of a traced number whose value Python needed (a dict key, a format)."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_inside(f.filename)]
@@ -551,16 +560,6 @@ def _needs_number(error: Exception) -> PortError:
     )
 
 
-def eager_compiled() -> Any:
-    """Return a context in which functions under `torch.compile` run as eager code.
-
-    There are none unless dynamo was imported, and importing it takes seconds.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppress jax's warning about each 64-bit dtype stored in 32 bits.
@@ -572,20 +571,6 @@ def _quiet() -> Iterator[None]:
             "ignore", message="Explicitly requested dtype", category=UserWarning
         )
         yield
-
-
-@contextlib.contextmanager
-def no_fused_kernels() -> Iterator[None]:
-    """Keep torch from oneDNN's fused ops (an LSTM is one), which do not decompose.
-
-    They have no float64 either.
-    """
-    before = torch._C._get_mkldnn_enabled()
-    torch._C._set_mkldnn_enabled(False)
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)
 
 
 def _note_written(outcome: TraceResult, made: list[Any], before: list[Any]) -> None:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.model.parity.float64 import Float64
 from tpuport.tracing.core.precision_seen import draws
-from tpuport.tracing.session.tracer import no_fused_kernels
+from tpuport.tracing.session.activate import no_fused_kernels
 
 _DROPOUTS = (torch.nn.functional.dropout, torch.dropout)
 
