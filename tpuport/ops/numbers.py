@@ -49,9 +49,12 @@ def length(value: Any) -> Any:
     if not is_traced(value) or is_plain(value):
         return len(value)
     from tpuport.tracing.core.row_list import RowList
+    from tpuport.tracing.dynamic_shapes.counted_rows import CountedRows
 
     if isinstance(value, RowList):
         return value.count
+    if isinstance(value, CountedRows):
+        return value.length
     return value.shape[0] if value.dim() else len(value)
 
 

@@ -24,9 +24,10 @@ from tpuport.foundation.plain_loops import Items, looped
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
-from tpuport.tracing.control_flow.first_rounds import FAILURES, explored, reason, tried
+from tpuport.tracing.control_flow.first_rounds import FAILURES, explored, tried
 from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
+from tpuport.tracing.control_flow.loop_attempts import SHARES, left, next_try
 from tpuport.tracing.control_flow.loop_items import series_of
 from tpuport.tracing.control_flow.loop_sources import (
     CountedSource,
@@ -45,7 +46,6 @@ from tpuport.tracing.core.active import Decider
 from tpuport.tracing.core.context import Effects, Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
-from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS, Flow
 from tpuport.tracing.core.sym_node import NumberNode
@@ -68,9 +68,10 @@ _REVERSED = type(reversed(range(1)))
 _CANNOT = "the loop cannot be one program: "
 
 # Values, those of the memory that its rounds write to, draws, the failed check, whether the loop
-# has ended, and its rounds.
+# has ended, its rounds, and the rows of lists that rounds read.
+_Arrays = list[jax.Array]
 _Carried = tuple[
-    list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array
+    _Arrays, _Arrays, _Arrays, jax.Array | None, jax.Array, jax.Array, list[jax.Array | None]
 ]
 # The number of a round, and what else the scan goes over.
 _Given = tuple[jax.Array, list[jax.Array]]
@@ -144,12 +145,15 @@ def counted_while(
 def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -> tuple[Any, ...]:
     trace = current()
     is_counted = isinstance(source, CountedSource)
-    if trace is None or trace.explorer is None or is_short or transforming():
+    site = user_line()
+    if trace is None or trace.explorer is None or transforming():
         if is_counted:
             raise _no_count("it is inside of a transform of jax or torch.func")
         return _unrolled(source, operands, 0)
+    plan = trace.explorer.plan
+    if is_short and site not in plan.branching:
+        return _by_python(trace.explorer, site, source, operands, 0)
     leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
-    plan, site = trace.explorer.plan, user_line()
     key = (site, source.key, tuple(_described(leaf) for leaf in leaves))
     growth, ran = plan.loops.get(key, Growth()), 0
     branches = site in plan.branching
@@ -164,19 +168,13 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
     if growth.why:
         _refuse_rounds(source, growth, plan.whole, site)
         trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
-        return _unrolled(source, operands, ran)
+        return _by_python(trace.explorer, site, source, operands, ran)
 
-    def written() -> BaseException:
-        why = "what it appends to a list shares memory with a tensor that is written later"
-        plan.loops[key] = Growth(why=why)
-        return RestartTrace()
-
+    left_by = partial(left, plan.loops, key, source, growth)
     try:
-        made, rounds = _Growing(trace, source, operands, growth, written, explorer).run()
+        made, rounds = _Growing(trace, source, operands, growth, left_by, explorer).run()
     except (Unread, *FAILURES) as error:
-        # Without its first round it may be one; otherwise it is what it was before.
-        failed = Growth(growth.peel, why=reason(error))
-        plan.loops[key] = Growth(1) if growth.peel == 0 and not is_counted else failed
+        plan.loops[key] = next_try(source, growth, error)
         raise RestartTrace() from error
     grows = ", with growing tensors" if growth.is_longer else ""
     trace.explorer.branches[site] = f"one lax.scan of {rounds} rounds{grows}"
@@ -191,6 +189,17 @@ def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> No
         raise not_whole(growth.why, site)
     if growth.ends:
         raise _no_ends(growth.why, site)
+
+
+def _by_python(
+    explorer: Decider, site: str, source: Source, operands: tuple[Any, ...], ran: int
+) -> tuple[Any, ...]:
+    """Run the rounds one by one, and let their branches know of the loop."""
+    explorer.unrolled.append(site)
+    try:
+        return _unrolled(source, operands, ran)
+    finally:
+        explorer.unrolled.pop()
 
 
 def _unrolled(source: Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
@@ -209,7 +218,7 @@ def _unrolled(source: Source, operands: tuple[Any, ...], ran: int) -> tuple[Any,
 def _no_ends(why: str, site: str) -> PortError:
     """Return the refusal of a loop that a traced value ends, with a tensor of unknown length."""
     return port_error(
-        "a loop that a traced value ends, and whose tensors grow, cannot be one program:"
+        "a loop that a traced value ends, and whose tensors or lists grow, cannot be one program:"
         f" {why.removeprefix(_CANNOT)}",
         code="TPU612",
         place=site,
@@ -245,10 +254,11 @@ class _Growing:
         source: Source,
         operands: tuple[Any, ...],
         growth: Growth,
-        written: Refusal,
+        left: Callable[[str], BaseException],
         explorer: Decider | None,
     ) -> None:
-        self.trace, self.source, self.growth, self.written = trace, source, growth, written
+        self.trace, self.source, self.growth, self.left = trace, source, growth, left
+        self.written = partial(left, SHARES)
         self.plan: list[Plain] = growth.variables or []
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
@@ -263,8 +273,6 @@ class _Growing:
             raise _unproved("the rounds do not change the variables alike")
         if growth.peel and isinstance(source, CountedSource):
             raise _unproved("its first round differs from the others")
-        if growth.lists and source.stops:
-            raise _unproved("a traced value may end it, and a round appends to a list")
         self.lists = [AppendedList(trace, self.outside, one) for one in growth.lists]
         self.failures = trace.error_code
         self.rounds = self._counted(source)
@@ -329,14 +337,15 @@ class _Growing:
         over = over | self.source.begins_ended
         decisions = Decisions(trace)
         while True:
-            carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0))
+            rows = [one.rows(self.rounds) if one.is_read else None for one in self.lists]
+            carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0), rows)
             try:
                 carried, added = jax.lax.scan(self._step, carried, (numbers, arrays))
                 break
             except _Uncarried:
                 self._enter(draws, code)
                 decisions.restore()
-        final, memory, counts, code, ended, ran = carried
+        final, memory, counts, code, ended, ran, _ = carried
         self._enter(counts if self.drawn else draws, code)
         self.memory.write(memory, [one.flow for one in self.plan])
         self.source.check()
@@ -354,7 +363,7 @@ class _Growing:
             if rounds is None:
                 one.extend(arrays, self.rounds, self.leaves, made, self.written)
             else:
-                one.hold(arrays, rounds, (self.leaves, made))
+                one.hold(arrays, rounds, (self.leaves, made), self.left)
         if self.source.tells:
             operands = (*operands, wrap(ended, torch.bool, trace=self.trace, flow=Flow.STOPPED))
         return operands, self.rounds
@@ -400,6 +409,9 @@ class _Growing:
         """Return a Python number in a round."""
         return one.start if type(one.start) is not int else self._number(one, index)
 
+    def _is_next(self, index: NumberNode, value: Any, one: Plain) -> bool:
+        return _is_number(value, self._at(one, index))
+
     def _number(self, one: Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(along(index, one.start, one.step))
 
@@ -426,7 +438,7 @@ class _Growing:
 
     def _round(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
         number, arrays = given
-        values, memory, counts, code, _, ran = carried
+        values, memory, counts, code, _, ran, rows = carried
         self._enter(counts, code)
         explorer = self.trace.explorer
         assert explorer is not None
@@ -447,9 +459,9 @@ class _Growing:
 
             def run() -> Any:
                 with contextlib.ExitStack() as stack:
-                    lists = [stack.enter_context(one.collecting()) for one in self.lists]
+                    lists = self._collecting(stack, index, rows)
                     stop, made = self.source.run(item, operands)
-                    return stop, [list(one.items) for one in lists], made, watch.read(places)
+                    return stop, [list(one.appended) for one in lists], made, watch.read(places)
 
             try:
                 stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
@@ -470,11 +482,8 @@ class _Growing:
             memory = self.memory.after(inside, memory, ran > 0)
         self._refuse_shared(found, first, inside)
 
-        def is_next(value: Any, one: Plain) -> bool:
-            return _is_number(value, self._at(one, index))
-
         reached = {*map(id, spec.containers.values()), *(id(v) for v, _ in watch.snapshot.saved)}
-        this = Round(first, inside, found, reached, is_next, self.memory)
+        this = Round(first, inside, found, reached, partial(self._is_next, index), self.memory)
         made = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
         kept_as = {at: value_of(self.leaves[at]) for at in self.memory.given}
         after = [
@@ -487,7 +496,16 @@ class _Growing:
         kept = [value for value in after if value is not None]
         is_last = truth(stop) if is_traced(stop) else jnp.bool_(stop)
         is_last = self.source.ends(number, is_last)
-        return (kept, memory, counts, code, is_last, ran + 1), made
+        held_rows = zip(self.lists, rows, made, strict=True)
+        rows = [one.after(before, arrays, index) for one, before, arrays in held_rows]
+        return (kept, memory, counts, code, is_last, ran + 1, rows), made
+
+    def _collecting(
+        self, stack: contextlib.ExitStack, index: NumberNode, rows: list[jax.Array | None]
+    ) -> list[Any]:
+        """Put what collects the items of a round in the place of each list."""
+        pairs = zip(self.lists, rows, strict=True)
+        return [stack.enter_context(one.collecting(index, before)) for one, before in pairs]
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
         """Return the array of a variable after a round, which has to change it as known."""

@@ -63,12 +63,14 @@ class Appended:
         spec: The structure of the items of one round.
         items: Their tensors and numbers. A number's `step` is from one round to the next.
         alike: Whether derivatives pass through each of them as they did in the round before.
+        is_read: Whether a round reads the list, too.
     """
 
     holder: int
     spec: pytree.TreeSpec
     items: tuple[Plain, ...]
     alike: tuple[bool, ...]
+    is_read: bool = False
 
 
 @dataclass(frozen=True)
