@@ -1,13 +1,22 @@
 """Lists that loops fill which a traced value ends: as long as data says, equal to eager PyTorch."""
 
+import types
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 import tpuport
-from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients, normal
+from tests.exactness.scenario import (
+    Scenario,
+    assert_same,
+    by_tpuport,
+    check_calls,
+    check_gradients,
+    normal,
+)
 
 # More than a call may have branches on one path.
 ROUNDS = 16
@@ -242,3 +251,158 @@ def test_loops_that_do_more_are_refused_or_equal(kind: type[nn.Module]) -> None:
         check_calls(Scenario("more", kind, tuple(LIMITS), train=False), by_tpuport)
     except tpuport.PortError as error:
         assert __file__ in str(error)  # noqa: PT017
+
+
+class Asked(Decoder):
+    """What code may ask of such a list, and a branch after it."""
+
+    def forward(self, x: torch.Tensor, limit: torch.Tensor) -> Any:
+        h, start, outs = x * 1, x * 2, []
+        outs.append(start)
+        for i in range(ROUNDS):
+            h = self.cell(x, h)
+            outs.append(h)
+            if limit <= i:
+                break
+        kinds = [type(outs) is list, outs.__class__ is list, isinstance(outs, list)]
+        kinds += [type(outs).__name__, hasattr(outs, "shape"), hasattr(outs, "foo"), type(outs)()]
+        kinds += [outs[-1] is h, outs[0] is start, outs is (outs or 1)]
+        if h.sum() > 0:
+            made = torch.stack(outs).sum(0)
+        else:
+            made = outs[-1] * 2
+        second, outs = outs[1], outs[1:]
+        outs.append(x)
+        return [made, outs[-1] * 2, second * 1, torch.cat(outs).sum(0), *kinds]
+
+
+def test_what_code_asks_of_such_a_list() -> None:
+    check_calls(Scenario("asked", Asked, tuple(LIMITS), train=False), by_tpuport)
+
+
+class Aliased(Decoder):
+    """Another name for the list, where the loop does not reach it."""
+
+    way = ""
+
+    def forward(self, x: torch.Tensor, limit: torch.Tensor) -> Any:
+        outs: list[torch.Tensor] = []
+        other = getattr(self, self.way)(outs)
+        for i in range(ROUNDS):
+            outs.append(self.cell(x, x) * i)
+            if limit <= i:
+                break
+        return x * other()
+
+    def in_a_dict(self, outs):
+        table = {"k": outs}
+        return lambda: len(table["k"])
+
+    def in_a_tuple(self, outs):
+        pair = (outs, 1)
+        return lambda: len(pair[0])
+
+    def of_an_object(self, outs):
+        made = types.SimpleNamespace(rows=outs)
+        return lambda: len(made.rows)
+
+    def as_a_default(self, outs):
+        return lambda rows=outs: len(rows)
+
+    def as_a_method(self, outs):
+        return outs.__len__
+
+
+@pytest.mark.parametrize(
+    "way", [name for name in vars(Aliased) if name.startswith(("in_", "of_", "as_"))]
+)
+def test_other_names_for_the_list(way: str) -> None:
+    """They had the list as it was before the loop: a silent difference."""
+    kind = type("Named", (Aliased,), {"way": way})
+    with pytest.raises(tpuport.PortError, match="other names"):
+        tpuport.convert(kind().eval(), verify=False)(*LIMITS[0])
+
+
+class Changed(Decoder):
+    """Writes that the array of the rows does not have."""
+
+    way = ""
+
+    def forward(self, x: torch.Tensor, limit: torch.Tensor) -> Any:
+        h, first, outs = x * 1, x * 2, []
+        outs.append(first)
+        for i in range(ROUNDS):
+            h = self.cell(x, h) + outs[-1] * 0.5
+            outs.append(h)
+            if limit <= i:
+                break
+            if self.way == "in_rounds":
+                outs[0].mul_(0.5)
+        return getattr(self, self.way)(x, h, outs)
+
+    def in_rounds(self, x, h, outs):
+        return torch.stack(outs).sum(0)
+
+    def before_an_append(self, x, h, outs):
+        row = outs[1]
+        outs.append(x)
+        row += 1
+        return torch.stack(outs).sum(0)
+
+    def in_a_part(self, x, h, outs):
+        row, part = outs[1], outs[1:]
+        row += 1
+        return torch.stack(part).sum(0)
+
+    def in_a_branch(self, x, h, outs):
+        if x.sum() > 0:
+            outs.append(x)
+        return torch.stack(outs).sum(0)
+
+    def twice_returned(self, x, h, outs):
+        return outs, outs
+
+    def put_away(self, x, h, outs):
+        self.kept = outs
+        return h
+
+    def added_to(self, x, h, outs):
+        return len([x] + outs)  # noqa: RUF005
+
+    def read_by_the_class(self, x, h, outs):
+        return list.__getitem__(outs, 0)
+
+    def mapped(self, x, h, outs):
+        return _pytree.tree_map_only(torch.Tensor, torch.detach, outs)[-1]
+
+
+CHANGES = [name for name in vars(Changed) if name not in ("way", "forward")]
+CHANGES = [name for name in CHANGES if not name.startswith("__")]
+
+
+@pytest.mark.parametrize("way", CHANGES)
+def test_what_the_rows_do_not_have_is_refused(way: str) -> None:
+    kind = type("Written", (Changed,), {"way": way})
+    with pytest.raises(tpuport.PortError, match="a traced value ends"):
+        tpuport.convert(kind().eval(), verify=False)(*LIMITS[0])
+
+
+def written(device: str) -> list[torch.Tensor]:
+    """What a caller has that writes to a row and appends."""
+    torch.manual_seed(0)
+    module = type("Many", (Returned,), {"rounds": ROUNDS})().to(device)
+    with torch.no_grad():
+        made = module(*(one.to(device) for one in LIMITS[0]))["logits"]
+        assert type(made) is list
+        made[0].mul_(2)
+        made.append(made[0] * 3)
+        return [one.cpu() for one in made]
+
+
+def test_rows_that_are_returned_are_apart() -> None:
+    want = written("cpu")
+    with tpuport.porting():
+        found = written("cuda")
+    assert len(found) == len(want)
+    for have, one in zip(found, want, strict=True):
+        assert_same(have, one, "after a write")

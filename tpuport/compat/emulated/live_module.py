@@ -377,7 +377,7 @@ class LiveModel(PortedModel):
             return value
         if isinstance(meta, arguments.Unsized):
             made = self._trimmed(value, meta)
-            return list(made.unbind(0)) if meta.is_list else made
+            return [row.clone() for row in made.unbind(0)] if meta.is_list else made
         made = arguments.from_program(value, meta)
         if not isinstance(made, torch.Tensor):
             return made

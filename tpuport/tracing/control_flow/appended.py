@@ -19,24 +19,26 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation import pytree
+from tpuport.foundation.errors import TpuportError
 from tpuport.foundation.interop import backend
-from tpuport.tracing.control_flow.growth import Appended, Plain, Surroundings
+from tpuport.tracing.control_flow.growth import Appended, Plain, Surroundings, copies
 from tpuport.tracing.control_flow.merge import branch_leaf
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import series
 from tpuport.tracing.core.context import Trace
+from tpuport.tracing.core.row_list import ListLike
 from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.storage import Storage
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.values import flow_of, value_of
-from tpuport.tracing.dynamic_shapes.counted_rows import CountedRows, CountedRun
+from tpuport.tracing.dynamic_shapes.counted_rows import CountedRows, CountedRun, unwritten
 from tpuport.tracing.dynamic_shapes.extents import along, extents_of
 
 _READ = "a round reads a list that it appends to"
 
 
-class Unread(Exception):
+class Unread(TpuportError):
     """The items of a list are not known: the body of a loop does more than append to it.
 
     If it `is_reading` the list, it can be tried again with all rows carried.
@@ -47,7 +49,7 @@ class Unread(Exception):
         self.is_reading = is_reading
 
 
-class _Appender:
+class _Appender(ListLike):
     """What stands for a list in the body of a loop, and notes if it is read."""
 
     def __init__(self) -> None:
@@ -61,11 +63,6 @@ class _Appender:
     def extend(self, items: Any) -> None:
         """Append items."""
         self.appended.extend(items)
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  (nobody sets it)
-        """Return the class that user code sees."""
-        return list
 
     def _read(self, *_: Any) -> NoReturn:
         self.is_read = True  # the code may catch what this raises
@@ -164,35 +161,61 @@ class AppendedList:
             return items[0].dtype, replace(items[0], flow=max(items[0].flow, flow_of(self.value)))
 
     @contextmanager
-    def collecting(self, index: NumberNode, rows: jax.Array | None) -> Iterator[Any]:
-        """Put something in the place of the list that collects what a round appends.
+    def collecting(
+        self, index: NumberNode, rows: jax.Array | None
+    ) -> Iterator[Callable[[], list[Any]]]:
+        """Put something in the place of the list, and yield what tells what a round has appended.
 
         Args:
             index: The number of the round.
             rows: The rows of the rounds before, if a round reads the list.
+
+        Raises:
+            Unread: a round does what is not known here.
         """
+        if rows is None:
+            appender = _Appender()
+            with self._replaced(appender):
+                yield lambda: list(appender.appended)
+            if appender.is_read:
+                raise Unread(_READ, is_reading=True)
+            return
         refusals: list[str] = []  # the code may catch what is raised
 
         def refuse(what: str) -> Unread:
             refusals.append(f"a list to which the rounds append is {what}")
             return Unread(refusals[0])
 
-        if rows is None:
-            collector: Any = _Appender()
-        else:
-            dtype, one = self._one
-            count = along(index, len(self.value), 1)
-            run = CountedRun(rows, count, one.flow, self.trace.regions[-1], [], refuse)
-            collector = CountedRows(self.trace, run, dtype)
-        self._set(collector)
-        try:
-            yield collector
-        finally:
-            self._set(self.value)
-        if rows is None and collector.is_read:
-            raise Unread(_READ, is_reading=True)
+        run = self._counted(rows, index, refuse)
+        collector = CountedRows(run)
+        with self._replaced(collector):
+            yield lambda: list(collector._run.last)
+        appended = [id(one) for one in collector._run.last]
+        # The array of all rows would not have what is written to one of them.
+        if not unwritten([(one, known) for one, known in run.seen if id(one) not in appended]):
+            raise Unread("rounds write to a tensor in a list to which they append")
         if refusals:
             raise Unread(refusals[0])
+
+    @contextmanager
+    def _replaced(self, value: Any) -> Iterator[None]:
+        self._set(value)
+        try:
+            yield
+        finally:
+            self._set(self.value)
+
+    def _counted(
+        self, rows: jax.Array, rounds: NumberNode, refuse: Callable[[str], BaseException]
+    ) -> CountedRun:
+        """Return the rows of what the list has before the loop and of some rounds."""
+        dtype, one = self._one
+        count, region = along(rounds, len(self.value), 1), self.trace.regions[-1]
+        seen = [(tensor, version(tensor)) for tensor in self.value]
+        first = tuple(self.value)
+        return CountedRun(
+            self.trace, region, rows, count, dtype, one.flow, refuse, first=first, seen=seen
+        )
 
     def arrays(self, items: list[Any], ran: Round) -> list[jax.Array]:
         """Return the arrays of what a round has appended.
@@ -308,27 +331,44 @@ class AppendedList:
     ) -> None:
         """Put what stands for the items of as many rounds as data says in the place of the list.
 
+        Args:
+            arrays: Those that `arrays` returned, stacked.
+            rounds: How many rounds there were.
+            tensors: The variables before the loop, and after it.
+            refuse: Makes the error for what cannot be done with such a list.
+
         Raises:
             Unread: something that is not known here holds the list, or it has other items.
         """
-        dtype, one = self._one
         if self._has_others():
             raise Unread("a list has other names before the loop")
-        before, after = tensors
-        tied = [(before if same is _Tie.BEFORE else after)[at] for at, same in self._same.values()]
-        seen = [(tensor, version(tensor)) for tensor in (*tied, *self.value)]
         rows = jnp.concatenate([self.rows(0), arrays[0]]) if self.value else arrays[0]
-        count = along(rounds, len(self.value), 1)
-        run = CountedRun(rows, count, one.flow, self.trace.regions[-1], seen, refuse)
-        self._set(CountedRows(self.trace, run, dtype))
+        run = self._counted(rows, rounds, refuse)
+        for at, same in self._same.values():
+            tensor = tensors[same is not _Tie.BEFORE][at]
+            run.seen.append((tensor, version(tensor)))
+            if same is _Tie.BEFORE:
+                run = replace(run, first=(*run.first, tensor))
+            # Of no rounds, the last would be what the list has had.
+            elif same is _Tie.AFTER and (not self.value or run.count.low > len(self.value)):
+                run = replace(run, last=(tensor,))
+        self._set(CountedRows(run))
 
     def _has_others(self) -> bool:
-        """Return whether something holds the list that the collector of garbage does not see.
+        """Return whether something holds the list besides what is known here.
 
-        That is a variable of a function that runs.
+        That is a variable of a function that runs, which the collector of garbage does not see, or
+        a container or object that the loop does not reach.
         """
+        holders = self._surroundings.holders(self._places)
+        held = gc.get_referrers(self.value)
         # `getrefcount` holds it, too.
-        return sys.getrefcount(self.value) - 1 > len(gc.get_referrers(self.value))
+        if sys.getrefcount(self.value) - 1 > len(held):
+            return True
+        known = {id(self), id(vars(self)), *map(id, (*self._cells, *holders))}
+        others = [one for one in held if id(one) not in known]
+        own = copies() if others else set()
+        return any(id(one) not in own for one in others)
 
     def _set(self, value: Any) -> None:
         for cell in self._cells:

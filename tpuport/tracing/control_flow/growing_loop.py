@@ -461,7 +461,7 @@ class _Growing:
                 with contextlib.ExitStack() as stack:
                     lists = self._collecting(stack, index, rows)
                     stop, made = self.source.run(item, operands)
-                    return stop, [list(one.appended) for one in lists], made, watch.read(places)
+                    return stop, [appended() for appended in lists], made, watch.read(places)
 
             try:
                 stop, added, *out = explorer.run_inside("loop", run, [operands, *watch.held])
@@ -502,7 +502,7 @@ class _Growing:
 
     def _collecting(
         self, stack: contextlib.ExitStack, index: NumberNode, rows: list[jax.Array | None]
-    ) -> list[Any]:
+    ) -> list[Callable[[], list[Any]]]:
         """Put what collects the items of a round in the place of each list."""
         pairs = zip(self.lists, rows, strict=True)
         return [stack.enter_context(one.collecting(index, before)) for one, before in pairs]

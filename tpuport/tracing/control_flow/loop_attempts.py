@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import Unread
 from tpuport.tracing.control_flow.first_rounds import reason
 from tpuport.tracing.control_flow.growth import Growth
@@ -20,7 +21,7 @@ def left(
     """Return what to raise where code after a loop does `why` with what it left."""
     if isinstance(source, CountedSource) and why != SHARES:
         return refused(why)
-    why = why if why == SHARES else f"the list to which it appends is {why}"
+    why = why if why == SHARES else f"the list to which it appends is {why} at {user_line()}"
     loops[key] = Growth(why=why, ends=_is_long(source, growth))
     return RestartTrace()
 

@@ -281,7 +281,7 @@ def from_program(value: Any, meta: Any) -> Any:
     """Convert a result of a program to the torch tensor or Python number that `meta` describes."""
     if isinstance(meta, Unsized):
         made = wrap(meta.trimmed(value), meta.dtype, flow=flow_seen(meta.requires_grad))
-        return list(made.unbind(0)) if meta.is_list else made
+        return [row.clone() for row in made.unbind(0)] if meta.is_list else made
     if isinstance(meta, type):
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
         return kind(value)
