@@ -31,8 +31,6 @@ class Loops(nn.Module):
         """Return what the methods give."""
         return [getattr(self, name)(x * self.weight, n) for name in self.names]
 
-    # What is exact.
-
     def that_stay(self, x: torch.Tensor, n: torch.Tensor) -> Any:
         old = st = {"a": x}
         i = torch.zeros(())
@@ -109,7 +107,9 @@ class Loops(nn.Module):
         st["a"] = st["a"] + 1
         return old["a"], st["a"]
 
-    # What is refused.
+
+class LoopsThatMayShare(Loops):
+    """Rounds after which, or in which, a container may be one with another."""
 
     def replaced(self, x: torch.Tensor, n: torch.Tensor) -> Any:
         old = st = {"a": x}
@@ -244,7 +244,7 @@ def test_what_is_written_to_one_that_is_known(names: tuple[str, ...]) -> None:
 )
 def test_what_is_written_to_one_that_others_may_be(name: str) -> None:
     """Each gave wrong numbers without an error."""
-    ported = tpuport.convert(Loops((name,)), verify=False)
+    ported = tpuport.convert(LoopsThatMayShare((name,)), verify=False)
     with pytest.raises(
         tpuport.PortError, match=f"TPU10[14] .*{__file__}|other names|does not carry"
     ):

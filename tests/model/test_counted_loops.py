@@ -139,12 +139,15 @@ class Read(Selected):
         return self.use(outs)
 
     def use(self, outs: list[torch.Tensor]) -> Any:
-        return outs[-1]
+        return outs[-1], outs[0] * len(outs), torch.stack(outs) * len(outs)
 
 
-class Length(Read):
-    def use(self, outs: list[torch.Tensor]) -> Any:
-        return torch.stack(outs) * len(outs)
+def test_a_list_that_is_read() -> None:
+    check_calls(Scenario("read", Read, tuple(map(rows, (5, 8, 1))), train=False), by_tpuport)
+    ported = tpuport.convert(Read().eval(), verify=False)
+    ported(*rows(2))
+    with pytest.raises(IndexError, match="out of range"):
+        ported(*rows(0))
 
 
 class Stacked(Read):
@@ -192,9 +195,7 @@ class WrittenLater(Selected):
         return torch.stack(outs)
 
 
-@pytest.mark.parametrize(
-    "kind", [Read, Length, Stacked, Unpacked, Returned, Tupled, Another, WrittenLater]
-)
+@pytest.mark.parametrize("kind", [Stacked, Unpacked, Returned, Tupled, Another, WrittenLater])
 def test_what_reads_the_list_is_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(tpuport.PortError):
         tpuport.convert(kind().eval())(*rows(5))

@@ -49,9 +49,12 @@ def length(value: Any) -> Any:
     if not is_traced(value) or is_plain(value):
         return len(value)
     from tpuport.tracing.core.row_list import RowList
+    from tpuport.tracing.dynamic_shapes import counted_rows
 
     if isinstance(value, RowList):
         return value.count
+    if isinstance(value, counted_rows.CountedRows):
+        return counted_rows.length(value)
     return value.shape[0] if value.dim() else len(value)
 
 

@@ -376,7 +376,8 @@ class LiveModel(PortedModel):
         if isinstance(value, torch.Tensor):
             return value
         if isinstance(meta, arguments.Unsized):
-            return self._trimmed(value, meta)
+            made = self._trimmed(value, meta)
+            return [row.clone() for row in made.unbind(0)] if meta.is_list else made
         made = arguments.from_program(value, meta)
         if not isinstance(made, torch.Tensor):
             return made

@@ -21,10 +21,17 @@ from tpuport.foundation.pytree.tensor_classes import (
     set_attributes_beside,
 )
 
+
+class Atom:
+    """An object that structures hold as one value, whatever its attributes are."""
+
+    __slots__ = ()
+
+
 ATOMS = (
     type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type,
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, slice, range,
-    torch.SymInt, torch.SymFloat, torch.SymBool,
+    torch.SymInt, torch.SymFloat, torch.SymBool, Atom,
 )  # fmt: skip
 # Values of exactly these types refer to no others: a quick test for the most common ones.
 ATOMIC = frozenset({*ATOMS[:11], types.FunctionType, types.BuiltinFunctionType, slice, range})

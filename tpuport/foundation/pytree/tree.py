@@ -21,6 +21,7 @@ import torch
 
 from tpuport.foundation.pytree.children import (
     ATOMS,
+    Atom,
     children,
     is_plain,
     rebuilt,
@@ -221,7 +222,7 @@ def hashable(value: Any, keep: list[Any]) -> Any:
     if isinstance(value, types.MethodType):
         keep.append(value.__self__)
         return (value.__func__, id(value.__self__))
-    if isinstance(value, (weakref.ref, torch.Tensor)):
+    if isinstance(value, (weakref.ref, torch.Tensor, Atom)):
         # Comparing them would compare a tensor or a referent, elementwise.
         return Identity(value)
     if isinstance(value, functools.partial):

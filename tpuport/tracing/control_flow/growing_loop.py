@@ -24,11 +24,13 @@ from tpuport.foundation.plain_loops import Items, looped
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.appended import AppendedList, Round, Unread
 from tpuport.tracing.control_flow.cond import truth
-from tpuport.tracing.control_flow.first_rounds import FAILURES, explored, reason, tried
+from tpuport.tracing.control_flow.first_rounds import FAILURES, explored, tried
 from tpuport.tracing.control_flow.for_rows import traced_for
 from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundings
+from tpuport.tracing.control_flow.loop_attempts import SHARES, left, next_try
 from tpuport.tracing.control_flow.loop_containers import LoopContainers
 from tpuport.tracing.control_flow.loop_items import series_of
+from tpuport.tracing.control_flow.loop_refusals import no_count, no_ends, unproved
 from tpuport.tracing.control_flow.loop_sources import (
     CountedSource,
     ItemsSource,
@@ -44,9 +46,7 @@ from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.active import Decider
 from tpuport.tracing.core.context import Effects, Trace, current
-from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.loop_sites import not_whole
-from tpuport.tracing.core.shared_tensors import Refusal
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS, Flow
 from tpuport.tracing.core.sym_node import NumberNode
@@ -66,12 +66,12 @@ _FEWEST_ROUNDS = 4
 _MOST_ROUNDS = 1 << 16
 # What `reversed(range(n))` is; nobody has taken a number from it.
 _REVERSED = type(reversed(range(1)))
-_CANNOT = "the loop cannot be one program: "
 
 # Values, those of the memory that its rounds write to, draws, the failed check, whether the loop
-# has ended, and its rounds.
+# has ended, its rounds, and the rows of lists that rounds read.
+_Arrays = list[jax.Array]
 _Carried = tuple[
-    list[jax.Array], list[jax.Array], list[jax.Array], jax.Array | None, jax.Array, jax.Array
+    _Arrays, _Arrays, _Arrays, jax.Array | None, jax.Array, jax.Array, list[jax.Array | None]
 ]
 # The number of a round, and what else the scan goes over.
 _Given = tuple[jax.Array, list[jax.Array]]
@@ -99,7 +99,7 @@ def traced_range(
     if type(numbers) is Items:
         if numbers.function is range and any(map(is_traced, numbers.given)):
             if tells:
-                raise _no_count("it has an `else`")
+                raise no_count("it has an `else`")
             return _run(CountedSource(numbers.given, body, stops=stops), operands)
         numbers = numbers.made()
     if isinstance(numbers, _REVERSED):
@@ -145,12 +145,15 @@ def counted_while(
 def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -> tuple[Any, ...]:
     trace = current()
     is_counted = isinstance(source, CountedSource)
-    if trace is None or trace.explorer is None or is_short or transforming():
+    site = user_line()
+    if trace is None or trace.explorer is None or transforming():
         if is_counted:
-            raise _no_count("it is inside of a transform of jax or torch.func")
+            raise no_count("it is inside of a transform of jax or torch.func")
         return _unrolled(source, operands, 0)
+    plan = trace.explorer.plan
+    if is_short and site not in plan.branching:
+        return _by_python(trace.explorer, site, source, operands, 0)
     leaves = pytree.flatten(operands, leaf=branch_leaf, shared=False)[0]
-    plan, site = trace.explorer.plan, user_line()
     key = (site, source.key, tuple(_described(leaf) for leaf in leaves))
     growth, ran = plan.loops.get(key, Growth()), 0
     branches = site in plan.branching
@@ -165,19 +168,13 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
     if growth.why:
         _refuse_rounds(source, growth, plan.whole, site)
         trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
-        return _unrolled(source, operands, ran)
+        return _by_python(trace.explorer, site, source, operands, ran)
 
-    def written() -> BaseException:
-        why = "what it appends to a list shares memory with a tensor that is written later"
-        plan.loops[key] = Growth(why=why)
-        return RestartTrace()
-
+    left_by = partial(left, plan.loops, key, source, growth)
     try:
-        made, rounds = _Growing(trace, source, operands, growth, written, explorer).run()
+        made, rounds = _Growing(trace, source, operands, growth, left_by, explorer).run()
     except (Unread, *FAILURES) as error:
-        # Without its first round it may be one; otherwise it is what it was before.
-        failed = Growth(growth.peel, why=reason(error))
-        plan.loops[key] = Growth(1) if growth.peel == 0 and not is_counted else failed
+        plan.loops[key] = next_try(source, growth, error)
         raise RestartTrace() from error
     grows = ", with growing tensors" if growth.is_longer else ""
     trace.explorer.branches[site] = f"one lax.scan of {rounds} rounds{grows}"
@@ -187,11 +184,22 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
 def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> None:
     """Refuse a loop that cannot be one program, if its rounds cannot be compiled one by one."""
     if isinstance(source, CountedSource):
-        raise _no_count(growth.why, site)
+        raise no_count(growth.why, site)
     if whole:
         raise not_whole(growth.why, site)
     if growth.ends:
-        raise _no_ends(growth.why, site)
+        raise no_ends(growth.why, site)
+
+
+def _by_python(
+    explorer: Decider, site: str, source: Source, operands: tuple[Any, ...], ran: int
+) -> tuple[Any, ...]:
+    """Run the rounds one by one, and let their branches know of the loop."""
+    explorer.unrolled.append(site)
+    try:
+        return _unrolled(source, operands, ran)
+    finally:
+        explorer.unrolled.pop()
 
 
 def _unrolled(source: Source, operands: tuple[Any, ...], ran: int) -> tuple[Any, ...]:
@@ -205,30 +213,6 @@ def _unrolled(source: Source, operands: tuple[Any, ...], ran: int) -> tuple[Any,
         if stop:
             return (*operands, True) if source.tells else operands
         ran += 1
-
-
-def _no_ends(why: str, site: str) -> PortError:
-    """Return the refusal of a loop that a traced value ends, with a tensor of unknown length."""
-    return port_error(
-        "a loop that a traced value ends, and whose tensors grow, cannot be one program:"
-        f" {why.removeprefix(_CANNOT)}",
-        code="TPU612",
-        place=site,
-        remedy="write the results into a tensor that has its full size before the loop, or look for"
-        " the end on the host, between calls of a program of some rounds",
-    )
-
-
-def _no_count(why: str, site: str | None = None) -> PortError:
-    """Return the refusal of a loop over a range whose end depends on data."""
-    return port_error(
-        "a loop over a range whose end depends on data cannot be one program:"
-        f" {why.removeprefix(_CANNOT)}",
-        code="TPU104",
-        place=site,
-        remedy="let each round do the same to tensors of one size, or append to a list that"
-        " torch.stack or torch.cat joins after the loop",
-    )
 
 
 def _described(leaf: Any) -> Any:
@@ -246,10 +230,11 @@ class _Growing:
         source: Source,
         operands: tuple[Any, ...],
         growth: Growth,
-        written: Refusal,
+        left: Callable[[str], BaseException],
         explorer: Decider | None,
     ) -> None:
-        self.trace, self.source, self.growth, self.written = trace, source, growth, written
+        self.trace, self.source, self.growth, self.left = trace, source, growth, left
+        self.written = partial(left, SHARES)
         self.plan: list[Plain] = growth.variables or []
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
@@ -257,15 +242,13 @@ class _Growing:
             self.over, operands = explored(explorer, round_, source, operands)
         self.outside = Surroundings(source.functions, operands)
         if not self.outside.has(growth.places):
-            raise _unproved("a round changes Python values that are no variables of the loop")
+            raise unproved("a round changes Python values that are no variables of the loop")
         before = (operands, self.outside.read(growth.places))
         self.leaves, self.spec = pytree.flatten(before, leaf=branch_leaf, shared=False)
         if not _is_like(self.leaves, self.plan):
-            raise _unproved("the rounds do not change the variables alike")
+            raise unproved("the rounds do not change the variables alike")
         if growth.peel and isinstance(source, CountedSource):
-            raise _unproved("its first round differs from the others")
-        if growth.lists and source.stops:
-            raise _unproved("a traced value may end it, and a round appends to a list")
+            raise unproved("its first round differs from the others")
         self.lists = [AppendedList(trace, self.outside, one) for one in growth.lists]
         self.failures = trace.error_code
         self.rounds = self._counted(source)
@@ -293,7 +276,7 @@ class _Growing:
                 self.outside.write(self.growth.places, held)
                 is_over = source.is_over(done, operands)
                 if is_traced(is_over):
-                    raise _unproved("a traced value may end it")
+                    raise unproved("a traced value may end it")
                 if is_over:
                     found.append(done)
                     return
@@ -306,9 +289,9 @@ class _Growing:
             self.outside.write(self.growth.places, held)
         self._refuse_effects(effects, self.outside, self.spec, ())
         if effects.before:
-            raise _unproved("its test writes to a tensor")
+            raise unproved("its test writes to a tensor")
         if not found or not found[0]:
-            raise _unproved("its number of rounds is not known")
+            raise unproved("its number of rounds is not known")
         return found[0]
 
     def _like(self, one: Plain, done: int) -> Any:
@@ -335,14 +318,15 @@ class _Growing:
         over = over | self.source.begins_ended
         decisions = Decisions(trace)
         while True:
-            carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0))
+            rows = [one.rows(self.rounds) if one.is_read else None for one in self.lists]
+            carried = (initial, self.memory.initial(), counts, code, over, jnp.int32(0), rows)
             try:
                 carried, added = jax.lax.scan(self._step, carried, (numbers, arrays))
                 break
             except _Uncarried:
                 self._enter(draws, code)
                 decisions.restore()
-        final, memory, counts, code, ended, ran = carried
+        final, memory, counts, code, ended, ran, _ = carried
         self._enter(counts if self.drawn else draws, code)
         self.memory.write(memory, [one.flow for one in self.plan])
         self.source.check()
@@ -362,7 +346,7 @@ class _Growing:
             if rounds is None:
                 one.extend(arrays, self.rounds, self.leaves, made, self.written)
             else:
-                one.hold(arrays, rounds, (self.leaves, made))
+                one.hold(arrays, rounds, (self.leaves, made), self.left)
         if self.source.tells:
             operands = (*operands, wrap(ended, torch.bool, trace=self.trace, flow=Flow.STOPPED))
         return operands, self.rounds
@@ -408,6 +392,9 @@ class _Growing:
         """Return a Python number in a round."""
         return one.start if type(one.start) is not int else self._number(one, index)
 
+    def _is_next(self, index: NumberNode, value: Any, one: Plain) -> bool:
+        return _is_number(value, self._at(one, index))
+
     def _number(self, one: Plain, index: NumberNode) -> Any:
         return sym_numbers.from_node(along(index, one.start, one.step))
 
@@ -436,7 +423,7 @@ class _Growing:
         ]
         found = watch.placed(located)
         if found is None:
-            raise _unproved("a round changes what it does not reach as the first ones did")
+            raise unproved("a round changes what it does not reach as the first ones did")
         return found
 
     def _step(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
@@ -457,7 +444,7 @@ class _Growing:
 
     def _round(self, carried: _Carried, given: _Given) -> tuple[_Carried, _Added]:
         number, arrays = given
-        values, memory, counts, code, _, ran = carried
+        values, memory, counts, code, _, ran, rows = carried
         self._enter(counts, code)
         explorer = self.trace.explorer
         assert explorer is not None
@@ -477,11 +464,10 @@ class _Growing:
 
             def run() -> Any:
                 with contextlib.ExitStack() as stack:
-                    lists = [stack.enter_context(one.collecting()) for one in self.lists]
+                    lists = self._collecting(stack, index, rows)
                     stop, made = self.source.run(item, operands)
-                    added = [list(one.items) for one in lists]
                     changed.update(watch.written())
-                    return stop, added, made, watch.read(here)
+                    return stop, [appended() for appended in lists], made, watch.read(here)
 
             try:
                 around = [operands, *watch.held]
@@ -494,18 +480,15 @@ class _Growing:
             _refuse_more(turned=turned(), names=outside())
             written = [s for s, _, _ in effects.before.values() if s is not self.failures]
             if any(self.plan[at].dim is not None for at in self.memory.wrote(inside)):
-                raise _unproved("a round writes to a tensor that grows")
+                raise unproved("a round writes to a tensor that grows")
             if self.memory.note(written, inside, found):
                 effects.undo()
                 raise _Uncarried
             memory = self.memory.after(inside, memory, ran > 0)
         self._refuse_shared(found, first, inside)
 
-        def is_next(value: Any, one: Plain) -> bool:
-            return _is_number(value, self._at(one, index))
-
         reached = {*map(id, spec.containers.values()), *(id(v) for v, _ in watch.snapshot.saved)}
-        this = Round(first, inside, found, reached, is_next, self.memory)
+        this = Round(first, inside, found, reached, partial(self._is_next, index), self.memory)
         made = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
         kept_as = {at: value_of(self.leaves[at]) for at in self.memory.given}
         after = [
@@ -518,29 +501,38 @@ class _Growing:
         kept = [value for value in after if value is not None]
         is_last = truth(stop) if is_traced(stop) else jnp.bool_(stop)
         is_last = self.source.ends(number, is_last)
-        return (kept, memory, counts, code, is_last, ran + 1), made
+        held_rows = zip(self.lists, rows, made, strict=True)
+        rows = [one.after(before, arrays, index) for one, before, arrays in held_rows]
+        return (kept, memory, counts, code, is_last, ran + 1, rows), made
+
+    def _collecting(
+        self, stack: contextlib.ExitStack, index: NumberNode, rows: list[jax.Array | None]
+    ) -> list[Callable[[], list[Any]]]:
+        """Put what collects the items of a round in the place of each list."""
+        pairs = zip(self.lists, rows, strict=True)
+        return [stack.enter_context(one.collecting(index, before)) for one, before in pairs]
 
     def _carry(self, leaf: Any, one: Plain, index: NumberNode) -> jax.Array | None:
         """Return the array of a variable after a round, which has to change it as known."""
         if one.dtype is None:
             expected = one.start if type(one.start) is not int else self._next(one, index)
             if not _is_number(leaf, expected):
-                raise _unproved("a Python number does not change as in the first rounds")
+                raise unproved("a Python number does not change as in the first rounds")
             return None
         extents = extents_of(leaf)
         is_alike = isinstance(leaf, TracedTensor) and leaf.dtype == one.dtype
         if not is_alike or flow_of([leaf]) > one.flow:
-            raise _unproved("a tensor gets another dtype")
+            raise unproved("a tensor gets another dtype")
         if one.dim is None:
             if extents or tuple(torch.Tensor.size(leaf)) != one.start:
-                raise _unproved("a tensor gets another size")
+                raise unproved("a tensor gets another size")
             return value_of(leaf)
         expected = along(index, one.size(1), one.step)
         if set(extents) != {one.dim} or extents[one.dim].expr != expected.expr:
-            raise _unproved("a tensor does not grow as in the first rounds")
+            raise unproved("a tensor does not grow as in the first rounds")
         plain = value_of(strip(leaf))
         if plain.shape[one.dim] < one.size(self.rounds):
-            raise _unproved("a tensor is shorter than its size may be")
+            raise unproved("a tensor is shorter than its size may be")
         return jax.lax.slice_in_dim(plain, 0, one.size(self.rounds), axis=one.dim)
 
     def _next(self, one: Plain, index: NumberNode) -> Any:
@@ -553,7 +545,7 @@ class _Growing:
         changed = watch.changed()
         is_more = changed is None or not changed.issubset(places) or spec.key != self.spec.key
         if effects.rebound or effects.wrote_on_host or is_more:
-            raise _unproved("a round writes to what is not a variable of the loop")
+            raise unproved("a round writes to what is not a variable of the loop")
 
     def _refuse_shared(self, found: list[Any], first: int, inside: list[Any]) -> None:
         """Refuse results that share memory with another tensor, and note those that may be what the
@@ -569,7 +561,7 @@ class _Growing:
         apart = not known or any(not begun.issuperset(linked) for linked in links.values())
         shared = len(set(serials)) < len(serials) or any(s < first for s in serials)
         if shared or (self.kept and apart):
-            raise _unproved("a variable shares memory with another tensor")
+            raise unproved("a variable shares memory with another tensor")
 
     def _link(self, made: list[Any]) -> None:
         """Link the variables that may be what the loop began with, for later writes."""
@@ -582,13 +574,13 @@ class _Growing:
 
 def _refuse_more(*, turned: bool, names: list[str]) -> None:
     if turned:
-        raise _unproved("a round turns a tensor in place")
+        raise unproved("a round turns a tensor in place")
     if names:
-        raise _unproved(f"a round changes what is outside of the call ({names[0]})")
+        raise unproved(f"a round changes what is outside of the call ({names[0]})")
 
 
 def _one_with_another() -> PortError:
-    return _unproved("a round writes to a container that may have other names")
+    return unproved("a round writes to a container that may have other names")
 
 
 def _is_like(leaves: list[Any], plan: list[Plain]) -> bool:
@@ -608,11 +600,3 @@ def _is_number(value: Any, expected: Any) -> bool:
     if isinstance(expected, torch.SymInt) and isinstance(value, torch.SymInt):
         return value.node.expr == expected.node.expr
     return type(value) is type(expected) and value == expected
-
-
-def _unproved(why: str) -> PortError:
-    return port_error(
-        f"{_CANNOT}{why}",
-        code="TPU104",
-        remedy="write the results into a tensor that has its full size before the loop",
-    )

@@ -4,6 +4,7 @@ Variables of a loop are what its body takes and returns, and the places that it 
 lists and dicts, and attributes, of what its function reaches. A cache is often one.
 """
 
+import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -63,12 +64,14 @@ class Appended:
         spec: The structure of the items of one round.
         items: Their tensors and numbers. A number's `step` is from one round to the next.
         alike: Whether derivatives pass through each of them as they did in the round before.
+        is_read: Whether a round reads the list, too.
     """
 
     holder: int
     spec: pytree.TreeSpec
     items: tuple[Plain, ...]
     alike: tuple[bool, ...]
+    is_read: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,8 @@ class Surroundings:
         self.held = [cell.cell_contents for cell in self.cells]
         # `append = found.append`, and methods of objects.
         bound = [getattr(one, "__self__", None) for one in (*functions, *self.held)]
-        self.snapshot = Snapshot([*self.held, *bound, operands])
+        self.defaults = _defaults((*functions, *self.held))
+        self.snapshot = Snapshot([*self.held, *bound, *self.defaults, operands])
         self.operands = [operands]
         self.states = [[before for _, before in self.snapshot.saved]]
 
@@ -247,13 +251,14 @@ class Surroundings:
     def list_at(self, index: int) -> tuple[list[Any], list[Place]] | None:
         """Return the list with this number, and the places that hold it besides variables.
 
-        None if something else may hold it, such as a tuple or a bound `append`.
+        None if something else may hold it, such as a tuple, a default or a bound `append`.
         """
         found = self.snapshot.saved[index][0] if index < len(self.snapshot.saved) else None
         if type(found) is not list:
             return None
         values = [*self.held, *(part for state in self.states[0] for part in state.all)]
-        if any(getattr(one, "__self__", None) is found for one in values):
+        bound = [getattr(one, "__self__", None) for one in values]
+        if any(one is found for one in (*bound, *self.defaults)):
             return None
         others = set(map(id, _cells(values))) - set(map(id, self.cells))
         if any(id(cell) in others and cell.cell_contents is found for cell in _cells(values)):
@@ -261,6 +266,11 @@ class Surroundings:
         places = list(self._holding(found))
         kinds = {self.states[0][place.holder].kind for place in places if place.part is not None}
         return (found, places) if all(issubclass(one, (list, dict)) for one in kinds) else None
+
+    def holders(self, places: Sequence[Place]) -> list[Any]:
+        """Return the containers and objects of some places, with the attributes of objects."""
+        found = [self.snapshot.saved[place.holder][0] for place in places]
+        return [*found, *(vars(one) for one in found if hasattr(one, "__dict__"))]
 
     def _holding(self, value: Any) -> Iterator[Place]:
         for number, content in enumerate(self.states[0]):
@@ -279,6 +289,20 @@ class Surroundings:
         items = tuple(one for one in known if one is not None and one.dim is None)
         alike = tuple(len({flow_of([one]) for one in seen}) == 1 for seen in columns)
         return Appended(index, flat[0][1], items, alike) if len(items) == len(known) else None
+
+
+def copies() -> set[int]:
+    """Return the ids of the containers in which snapshots hold what user code holds, too."""
+    found: set[int] = set()
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind is Children:
+            found |= {id(one), id(one.parts), id(one.held)}
+        elif kind is Snapshot:
+            found |= {id(one.roots), *map(id, one.saved)}
+        elif kind is Surroundings:
+            found |= {id(one.held), id(one.defaults)}
+    return found
 
 
 def _is_longer(first: Children, other: Children) -> bool:
@@ -334,6 +358,14 @@ def _cells(functions: Sequence[Any]) -> list[CellType]:
                 found[id(cell)] = cell
                 pending.append(cell.cell_contents)
     return list(found.values())
+
+
+def _defaults(functions: Sequence[Any]) -> list[Any]:
+    """Return the defaults of the arguments of those of some values that are functions."""
+    plain = [one.__func__ if isinstance(one, MethodType) else one for one in functions]
+    found = [one for one in plain if isinstance(one, FunctionType)]
+    named = [value for one in found for value in (one.__kwdefaults__ or {}).values()]
+    return [*(value for one in found for value in one.__defaults__ or ()), *named]
 
 
 def _is_bound(cell: CellType) -> bool:

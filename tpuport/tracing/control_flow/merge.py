@@ -168,13 +168,15 @@ def merge(
     apart: Refusal,
     snapshot: Snapshot | None = None,
     explorable: bool = False,
+    unlike: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run both sides of a branch as one `lax.cond`.
 
     `apart` makes the error for a later write to what is a tensor from outside on one side.
 
     Return `Forced` if one side raises: the caller makes the condition a check. Return `Unlike` if
-    the sides differ and the branch is `explorable`: the caller explores what follows it.
+    the sides differ and the branch is `explorable`: the caller explores what follows it. If it is
+    not, `unlike` may ask for another trace.
 
     Raises:
         PortError: the sides differ in structure, shape, dtype or Python values.
@@ -196,6 +198,7 @@ def merge(
     if problem is not None and explorable:
         found = Unlike(problem)
     if problem is not None and found is None:
+        unlike()
         raise port_error(
             problem,
             code="TPU101",

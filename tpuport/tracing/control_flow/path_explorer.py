@@ -7,6 +7,7 @@ the two results.
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +21,11 @@ from tpuport.tracing.control_flow.merge import Forced, merge, shared_write
 from tpuport.tracing.control_flow.same_value import recipe
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
-from tpuport.tracing.core.loop_sites import note_branching
+from tpuport.tracing.core.loop_sites import ask_for, branching_loops
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
 from tpuport.tracing.core.transforms import transforming
 
-_MAX_RUNS, _MAX_BRANCHES = 256, 12
+_MAX_RUNS, MAX_BRANCHES = 256, 12
 # A line that branched so often may be in a loop.
 _MANY_AT_ONE_LINE = 6
 
@@ -88,6 +89,8 @@ class Explorer:
         # of the body must not leave it, so those units cannot explore its branches.
         self.outside = 0
         self.branches: dict[str, str] = {}
+        # The lines of the rewritten loops whose rounds run one by one now.
+        self.unrolled: list[str] = []
 
     def decide(self, value: jax.Array) -> bool:
         """Return the outcome on the path being explored, unless the line can be rewritten."""
@@ -119,9 +122,10 @@ class Explorer:
         if known is not None:
             return self._take(unit, known.outcome)
         site = user_line()
+        loops = branching_loops()
         if unit.sites[site] >= _MANY_AT_ONE_LINE:
-            note_branching()
-        unit.undecided = UndecidedBranch(value, site)
+            ask_for(loops, self.unrolled)
+        unit.undecided = UndecidedBranch(value, site, loops, [*self.unrolled])
         raise unit.undecided
 
     def choose(self, value: jax.Array, low: int, high: int) -> int:
@@ -184,7 +188,7 @@ class Explorer:
         draws = self.trace.draws
         while True:
             unit.runs += 1
-            if unit.runs > _MAX_RUNS or len(path) > _MAX_BRANCHES:
+            if unit.runs > _MAX_RUNS or len(path) > MAX_BRANCHES:
                 raise _too_many_paths(unit)
             snapshot.restore()
             torch.set_grad_enabled(unit.grad)
@@ -221,6 +225,7 @@ class Explorer:
                 site=pending.site,
                 apart=lambda: self._apart(unit, site),  # noqa: B023
                 snapshot=snapshot,
+                unlike=partial(ask_for, pending.loops, pending.unrolled),
             )
             if isinstance(merged, Forced):
                 self._refuse_caught(unit, merged.error, site)
@@ -259,7 +264,7 @@ def _too_many_paths(unit: Unit) -> PortError:
     """Return the error for a call with too many paths, at the line that branched most often."""
     return port_error(
         f"{unit.name} branches on traced values along too many paths (more than"
-        f" {_MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs), most often here",
+        f" {MAX_BRANCHES} branches on one, or more than {_MAX_RUNS} runs), most often here",
         code="TPU101",
         remedy=(
             "use torch.where for the choice, or make the condition a Python value; if the line is"

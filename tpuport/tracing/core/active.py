@@ -43,6 +43,7 @@ class Decider(Protocol):
     branches: dict[str, str]
     calls: list[str]
     units: list[Any]
+    unrolled: list[str]
 
     @property
     def plan(self) -> Attempts:

@@ -238,6 +238,8 @@ class Unsized:
     dtype: torch.dtype
     dims: tuple[int, ...]
     requires_grad: bool
+    # Whether it is a list of the rows.
+    is_list: bool = False
 
     def trimmed(self, value: tuple[jax.Array, list[Any]]) -> jax.Array:
         """Cut the padding off the array.
@@ -278,7 +280,8 @@ def static_leaves(values: list[Any], metas: list[Any]) -> list[Any]:
 def from_program(value: Any, meta: Any) -> Any:
     """Convert a result of a program to the torch tensor or Python number that `meta` describes."""
     if isinstance(meta, Unsized):
-        return wrap(meta.trimmed(value), meta.dtype, flow=flow_seen(meta.requires_grad))
+        made = wrap(meta.trimmed(value), meta.dtype, flow=flow_seen(meta.requires_grad))
+        return [row.clone() for row in made.unbind(0)] if meta.is_list else made
     if isinstance(meta, type):
         kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[meta]
         return kind(value)

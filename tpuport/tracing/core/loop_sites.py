@@ -52,22 +52,42 @@ def note_long() -> None:
                 counts[key] = 0
 
 
-def note_branching() -> None:
-    """Restart to rewrite a loop over a range or rows whose rounds branch on traced values.
-
-    Raises:
-        RestartTrace: one around the branch has not been rewritten yet.
-    """
+def branching_loops() -> list[tuple[CodeType, int]]:
+    """Return the loops that run now, over a range or rows, which have not been rewritten yet."""
     trace = innermost()
     if trace is None or trace.explorer is None or trace.explorer.plan.whole:
+        return []
+    plan = trace.explorer.plan
+    return [
+        (frame.f_code, line)
+        for frame in _frames()
+        for line in _loop_lines(frame.f_code, frame.f_lasti)
+        if plan.is_new(frame.f_code, line) and is_counted(frame, line)
+    ]
+
+
+def ask_for(loops: list[tuple[CodeType, int]], unrolled: list[str]) -> None:
+    """Restart to have the innermost of some loops, whose rounds branch on traced values, as one.
+
+    Args:
+        loops: Those that can be rewritten.
+        unrolled: The lines of those that are, and whose rounds ran one by one, outermost first.
+
+    Raises:
+        RestartTrace: There is one.
+    """
+    trace = innermost()
+    if trace is None or trace.explorer is None:
         return
     plan = trace.explorer.plan
-    for frame in _frames():
-        file = frame.f_code.co_filename
-        for line in _loop_lines(frame.f_code, frame.f_lasti):
-            if plan.is_new(frame.f_code, line) and is_counted(frame, line):
-                plan.branching.add(f"{file}:{line}")
-                raise RestartTrace(site=(frame.f_code, Site(line)))
+    for code, line in loops:
+        plan.branching.add(f"{code.co_filename}:{line}")
+        raise RestartTrace(site=(code, Site(line)))
+    for site in reversed(unrolled):
+        if site not in plan.branching:
+            plan.branching.add(site)
+            plan.loops = {key: known for key, known in plan.loops.items() if key[0] != site}
+            raise RestartTrace()
 
 
 def note_joined(parts: Iterable[Any], result: Any) -> None:

@@ -11,10 +11,20 @@ if TYPE_CHECKING:
     from tpuport.tracing.core.tensor import TracedTensor
 
 
-class RowList:
-    """A list of rows: a `for` may go over it, and it is an index as the tensor is."""
+class ListLike:
+    """What stands for a list in user code, which sees the class of one."""
 
+    __slots__ = ()
     is_traced = True
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]  (nobody sets it)
+        """Return the class that user code sees."""
+        return list
+
+
+class RowList(ListLike):
+    """A list of rows: a `for` may go over it, and it is an index as the tensor is."""
 
     def __init__(self, rows: "TracedTensor") -> None:
         self.rows = rows

@@ -12,11 +12,21 @@ from tpuport.tracing.core.active import innermost
 
 
 class UndecidedBranch(BaseException):
-    """The truth of a traced value was needed on a path that has no decision for it yet."""
+    """The truth of a traced value was needed on a path that has no decision for it yet.
 
-    def __init__(self, value: jax.Array, site: str) -> None:
+    `loops` are those around it that could be one loop of the program: their code and line.
+    `unrolled` are the lines of those that were rewritten, and whose rounds run one by one.
+    """
+
+    def __init__(
+        self,
+        value: jax.Array,
+        site: str,
+        loops: list[tuple[CodeType, int]],
+        unrolled: list[str],
+    ) -> None:
         super().__init__(site)
-        self.value, self.site = value, site
+        self.value, self.site, self.loops, self.unrolled = value, site, loops, unrolled
 
 
 class RestartTrace(BaseException):

@@ -83,6 +83,8 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     _row: SeriesRow | None = None
     # What it stands for in a list of as many rows as data says: see `counted_rows`.
     _run: Any = None
+    # Whether it leaves the program as a list of its rows.
+    _is_list = False
     # Whether it is state of the program or one of its arguments.
     _is_given: bool
     # Whether it is a view of a leaf that requires grad.

@@ -47,7 +47,8 @@ def program_leaves(leaves: list[Any], *, wide: bool) -> tuple[list[Any], list[An
             metas.append(type(leaf))
         elif extents:
             values.append((value(strip(leaf)), [node.value for node in extents.values()]))
-            metas.append(Unsized(leaf.dtype, tuple(extents), leaf.requires_grad))
+            is_list = getattr(leaf, "_is_list", False)
+            metas.append(Unsized(leaf.dtype, tuple(extents), leaf.requires_grad, is_list))
         else:
             values.append(value(leaf))
             metas.append(meta_of(leaf, like=True))

@@ -8,6 +8,7 @@ import torch
 
 from tpuport.foundation.pytree.sealed import Sealed, note
 from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core.row_list import ListLike
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor
 
@@ -16,7 +17,7 @@ _KINDS = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 def seen_type(value: Any) -> Any:
     """Return the type of a value; of a traced tensor or number the one that eager code sees."""
-    if isinstance(value, TracedTensor):
+    if isinstance(value, (TracedTensor, ListLike)):
         return value.__class__
     if isinstance(value, sym_numbers.SYMBOLIC) and isinstance(value.node, NumberNode):
         return _KINDS[type(value)]

@@ -38,6 +38,7 @@ from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog
 from tpuport.tracing.core.storage import SERIALS, Storage
 from tpuport.tracing.core.tensor import TracedTensor, version
 from tpuport.tracing.core.values import value_of
+from tpuport.tracing.dynamic_shapes.counted_rows import lists_joined, refuse_kept
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.guards.attribute_reads import note_copy
@@ -378,6 +379,9 @@ class Tracer:
             result = explorer.run_module(name, lambda: call(*args, **kwargs), roots)
         if trace.recorder.refusal is not None:
             raise trace.recorder.refusal
+        if trace.has_runs:
+            result = lists_joined(result)
+            refuse_kept([*(module.modules() if module else ()), args, kwargs])
         trace.recorder.guards.refuse_writes(trace.is_foreign)
         after = None if module is None else state_tree(module, objects=True, graphs=graphs)
         taped_ops.hand_over(trace, after)
