@@ -22,6 +22,7 @@ class Attempts(Protocol):
     draws_on_host: bool
     chooses: bool
     apart: set[str]
+    views: set[str]
     drawn_arrays: set[tuple[str, int]]
     varying: set[str]
     loops: dict[Any, Any]

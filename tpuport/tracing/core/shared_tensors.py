@@ -69,6 +69,7 @@ class SharedTensors:
         # each branch.
         self._links: dict[int, dict[Any, Link]] = {}
         self.merged: list[MergedContainer] = []
+        self._copied: list[tuple[Callable[[], bool], Refusal]] = []
         self._given: dict[int, tuple[Any, list[Any]]] = {}
         self.arguments: tuple[Any, ...] = ()
 
@@ -155,12 +156,19 @@ class SharedTensors:
         content = children(made), children(of)
         self.merged.append(MergedContainer(made, of, content, refuse))
 
+    def note_copied(self, is_written: Callable[[], bool], refuse: Refusal) -> None:
+        """Note that a copy stands for a part of a tensor for as long as neither is written to."""
+        self._copied.append((is_written, refuse))
+
     def refuse_writes(self) -> None:
-        """Raise if one of two containers that are one on some paths was written to.
+        """Raise if one of two containers that are one on some paths was written to, or a copy.
 
         Raises:
             BaseException: what the branch gave to refuse it with.
         """
+        for is_written, refuse in self._copied:
+            if is_written():
+                raise refuse()
         for one in self.merged:
             now = children(one.made), children(one.of)
             if not all(a.is_same(b) for a, b in zip(one.content, now, strict=True)):

@@ -44,6 +44,7 @@ class RestartTrace(BaseException):
         explore: str | None = None,
         within: str | None = None,
         apart: str | None = None,
+        views: str | None = None,
         host_state: bool = False,
         watch_draws: bool = False,
         draws_on_host: bool = False,
@@ -55,7 +56,7 @@ class RestartTrace(BaseException):
         if trace is not None:
             trace.recorder.restart = trace.recorder.restart or self
         self.site, self.explore, self.host_state = site, explore, host_state
-        self.within, self.watch_draws, self.apart = within, watch_draws, apart
+        self.within, self.watch_draws, self.apart, self.views = within, watch_draws, apart, views
         self.draws_on_host, self.records_draws = draws_on_host, records_draws
 
 
@@ -67,14 +68,15 @@ class SpeculationLog:
     that was rewritten in the function that ran it and in no copy of that. `explore` are the
     module calls to run once for each outcome. `within` are those whose branches belong to the call
     around them, which catches what they raise. `apart` are the lines whose outcomes are not merged:
-    a later write depends on which tensor came out. `host_state` says whether small state stays
-    concrete, `host_args` which arguments do. `numbers` are the Python numbers on modules that
-    became state. `watch_draws` says whether to find the line that draws from a host's generator,
-    `draws_on_host` whether Python's numbers are its own, as the code sets the state that they come
-    from. `records_draws` says whether its numbers and numpy's are drawn before each call, where a
-    program can have such arguments. `drawn_arrays` are the lines that make the arrays which are
-    shuffled in place, `varying` those whose numbers and sizes depend on what is drawn. `chooses`
-    says whether numbers within narrow bounds are explored one by one where Python needs
+    a later write depends on which tensor came out. `views` are those at which a traced number takes
+    a part of a host tensor, where one of the two is written to later. `host_state` says whether
+    small state stays concrete, `host_args` which arguments do. `numbers` are the Python numbers on
+    modules that became state. `watch_draws` says whether to find the line that draws from a host's
+    generator, `draws_on_host` whether Python's numbers are its own, as the code sets the state that
+    they come from. `records_draws` says whether its numbers and numpy's are drawn before each call,
+    where a program can have such arguments. `drawn_arrays` are the lines that make the arrays which
+    are shuffled in place, `varying` those whose numbers and sizes depend on what is drawn.
+    `chooses` says whether numbers within narrow bounds are explored one by one where Python needs
     one. `loops` are the loops over a range that were met, with how a round changes their variables,
     or a text that says why not in one way. `branching` are those (file:line) whose rounds branch on
     traced values, so that each would be another path. `whole` says that such a loop has to be one
@@ -86,6 +88,7 @@ class SpeculationLog:
     explore: set[str] = field(default_factory=set)
     within: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
+    views: set[str] = field(default_factory=set)
     host_state: bool = False
     watch_draws: bool = False
     draws_on_host: bool = False
@@ -138,6 +141,8 @@ class SpeculationLog:
             self.within.add(restart.within)
         if restart.apart is not None:
             self.apart.add(restart.apart)
+        if restart.views is not None:
+            self.views.add(restart.views)
         self.host_state = self.host_state or restart.host_state
         self.watch_draws = self.watch_draws or restart.watch_draws
         self.draws_on_host = self.draws_on_host or restart.draws_on_host

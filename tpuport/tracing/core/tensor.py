@@ -37,6 +37,7 @@ from tpuport.tracing.core.view_steps import (
     note_read,
     replace_value,
     was_read,
+    written_through,
 )
 
 # How the text of a traced tensor begins.
@@ -247,7 +248,8 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
                 note_read(base)
         written, graph = value, self._graph if self._detached else None
         size = value.size
-        for base, step in zip(reversed(bases), reversed(self._chain), strict=False):
+        which = reversed(written_through(self._chain, bases, value))
+        for base, step, some in zip(reversed(bases), reversed(self._chain), which, strict=False):
             if written.size != value.size:
                 written = apart(written)
             size = written.size
@@ -255,7 +257,7 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
                 if graph.version or not self._frozen:
                     graph.set(written)
                 graph = None
-            written = step.inverse(base, written)
+            written = step.set(base, written, some)
         is_reshaped = written.size == size != value.size
         return apart(written) if is_reshaped else written
 

@@ -7,7 +7,7 @@ uses the flat indices of the view in its base, which torch itself computes on an
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -28,11 +28,29 @@ class ViewStep:
     """One view operation: how to read it from its base, and how to write it back into the base.
 
     `forward(base)` returns the view's value; `inverse(base, new)` returns the base's value after
-    the view was set to `new`.
+    the view was set to `new`. `places` are those of the view's elements in the flat base where they
+    are no slice of it, such as windows, which may overlap.
     """
 
     forward: Callable[[jax.Array], jax.Array]
     inverse: Callable[[jax.Array, jax.Array], jax.Array]
+    places: np.ndarray | None = field(default=None, kw_only=True, compare=False)
+
+    def set(self, base: jax.Array, new: jax.Array, which: jax.Array | None) -> jax.Array:
+        """Return the base's value after the view was set, or some elements of it.
+
+        Another element of the view may be the same one of the base, with its old value.
+        """
+        if which is None or self.places is None:
+            return self.inverse(base, new)
+        flat = base.reshape(-1)
+        places = jnp.where(which, self.places, flat.size)
+        return flat.at[places].set(new, mode="drop").reshape(base.shape)
+
+    def overlaps(self) -> bool:
+        """Return whether an element of the base is several of the view."""
+        places = self.places
+        return places is not None and np.unique(places).size < places.size
 
     def read(self, base: jax.Array) -> jax.Array:
         """Read from a base that may have 64 bits."""
@@ -70,6 +88,22 @@ class Moving(ViewStep):
     """
 
     refuse: Callable[[], NoReturn]
+
+
+def written_through(
+    steps: Sequence[ViewStep], bases: Sequence[jax.Array], value: jax.Array
+) -> list[jax.Array | None]:
+    """Return which elements of the view after each step a write to the last view sets.
+
+    None stands for all that matter: the write goes through no windows that overlap.
+    """
+    within = [at for at, step in enumerate(steps[:-1]) if step.overlaps()]
+    found: list[jax.Array | None] = [None] * len(steps)
+    mark = jnp.ones(value.shape, value.dtype)
+    for at in range(len(steps) - 1, within[0], -1) if within else ():
+        mark = steps[at].set(jnp.zeros_like(bases[at]), mark, found[at])
+        found[at - 1] = mark != 0
+    return found
 
 
 aten = torch.ops.aten
@@ -411,7 +445,7 @@ def _gather_step(flat: np.ndarray) -> ViewStep:
     def inverse(base: jax.Array, new: jax.Array) -> jax.Array:
         return base.reshape(-1).at[flat.reshape(-1)].set(new.reshape(-1)).reshape(base.shape)
 
-    return ViewStep(forward, inverse)
+    return ViewStep(forward, inverse, places=flat)
 
 
 def _box_step(

@@ -85,6 +85,7 @@ def as_strided(
     window = (ViewStep if flat is None else OwnWindow)(
         lambda v: step.forward(v.reshape(-1) if flat is None else flat(v.reshape(-1))),
         lambda b, new: step.inverse(b.reshape(-1), new).reshape(shape),
+        places=step.places,
     )
     # The view steps of `base` are left out here, and a detach among them must not be lost.
     chain: tuple[ViewStep, ...] = (window,)
@@ -112,6 +113,7 @@ def _inside(
     window = ViewStep(
         lambda value: step.forward(value.reshape(-1)),
         lambda old, new: step.inverse(old.reshape(-1), new).reshape(old.shape),
+        places=step.places,
     )
     meta = torch.empty(base.bound_shape, dtype=base.dtype, device="meta")
     made = view_of(base, window, meta.as_strided(size, stride, start))

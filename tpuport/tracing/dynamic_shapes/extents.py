@@ -191,7 +191,7 @@ def isolating(step: ViewStep, dim: int, node: NumberNode) -> ViewStep:
         real = (jnp.arange(seen.shape[dim]) < node.value).reshape(column)
         return jnp.where(real, seen, jax.lax.stop_gradient(seen))
 
-    return ViewStep(forward, step.inverse)
+    return ViewStep(forward, step.inverse, places=step.places)
 
 
 def filled(tensor: Any, value: Any, dims: Sequence[int] | None = None) -> torch.Tensor:

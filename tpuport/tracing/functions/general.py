@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
+from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import traced_check, truth
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
@@ -18,6 +19,7 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.host_tape import current_tape
 from tpuport.tracing.core.row_list import RowList
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, item, tolist
@@ -202,10 +204,30 @@ def _getitem(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if parts is None:
         return NotImplemented
     if traced(trace, source) is None:
-        # It is only read: a copy is traced, and the host tensor stays a host constant.
-        source = wrap_as(None, value_of(source), to_meta(source), trace)
+        source = _read_only(trace, source)
     view, rest = _select_numbers(source, parts)
     return view[rest] if rest else view
+
+
+def _read_only(trace: Trace, source: torch.Tensor) -> torch.Tensor:
+    """Return a traced copy of a host tensor, which stays a host constant as it is only read.
+
+    Where the part that is taken of it, or the tensor itself, is written to later the trace begins
+    again, and takes a view here.
+    """
+    site = user_line()
+    if trace.explorer is None or site in trace.explorer.plan.views:
+        return source
+    made = wrap_as(None, value_of(source), to_meta(source), trace)
+    version = source._version
+
+    def is_written() -> bool:
+        alias = trace.alias(source)
+        now = 0 if alias is None else alias._storage.version
+        return made._storage.version > 0 or now > 0 or source._version != version
+
+    trace.shared.note_copied(is_written, lambda: RestartTrace(views=site))
+    return made
 
 
 def _stacked(trace: Trace, index: Any) -> Any:
