@@ -8,6 +8,7 @@ Contents:
 """
 
 import copy
+import types
 from typing import Any
 
 import numpy as np
@@ -270,3 +271,25 @@ def test_what_the_original_becomes_is_not_the_ports(size: int):
     weight = ported.module.base.weight
     torch.testing.assert_close(weight, eager.base.weight)
     torch.testing.assert_close(ported.module.up, eager.up)
+
+
+class Options(nn.Module):
+    """Reads what its options hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.options = types.SimpleNamespace(power=2.0, flags={"noise": None})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        noise = self.options.flags.get("noise")
+        return (x if noise is None else x + noise) * self.options.power
+
+
+def test_a_namespace_is_an_object_of_attributes() -> None:
+    """What was written to a dict in it counted as little as if it were constant."""
+    ported, eager = tpuport.convert(Options()), Options()
+    x = torch.ones(2)
+    for change in ({}, {"noise": 0.5}, {"noise": 3.0}):
+        for module in (ported.module, eager):
+            module.options.flags.update(change)
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), eager(x))

@@ -328,7 +328,7 @@ def is_plain(value: Any) -> bool:
     kind = type(value)
     if kind is np.ndarray:
         return value.dtype != object
-    return is_open(value) and blank_of(kind) is object.__new__
+    return is_open(value) and blank_of(kind) in _OF_ATTRIBUTES
 
 
 def is_open(value: Any) -> bool:
@@ -336,6 +336,10 @@ def is_open(value: Any) -> bool:
     if isinstance(value, (torch.nn.Module, enum.Enum, BaseException)):
         return False
     return type(value).__module__.split(".")[0] not in OPAQUE
+
+
+# What makes objects that have no state but their attributes.
+_OF_ATTRIBUTES = (object.__new__, types.SimpleNamespace.__new__)
 
 
 @functools.lru_cache(maxsize=4096)
