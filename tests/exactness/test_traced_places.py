@@ -9,7 +9,6 @@ from torch import nn
 
 from tests.exactness.scenario import Scenario, by_tpuport, check_calls, check_gradients
 
-
 # Each takes a tensor [6, 2], a number or tensor below 2, and x [2].
 BODIES: dict[str, Callable[..., Any]] = {
     "op": lambda out, t, x: out[t].add_(x),
