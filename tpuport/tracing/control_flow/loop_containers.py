@@ -49,6 +49,8 @@ class LoopContainers:
         self._around = Surroundings(functions) if self.before else None
         self._inside: dict[int, Any] = {}
         self._content: dict[int, Children] = {}
+        # What the functions reach beside the variables, by id; None if it has to be looked for.
+        self._reach: set[int] | None = None
         # By index: what a variable is after a round, as objects of its beginning, from outside of
         # the loop and new ones.
         self._next: dict[int, list[Any]] = {}
@@ -57,6 +59,7 @@ class LoopContainers:
         """Note the containers that a round begins with, by their index."""
         self._inside = {i: inside[i] for i in self.before}
         self._content = {i: children(one) for i, one in self._inside.items()}
+        self._reach = None
 
     def note_round(
         self, found: dict[int, Any], outside: Set[int], refuse: Callable[[], BaseException]
@@ -134,12 +137,15 @@ class LoopContainers:
 
     def _reached(self) -> set[int]:
         """Return the ids of what the functions reach beside the variables."""
-        assert self._around is not None
 
         def parts(value: Any) -> list[Any]:
             return [] if isinstance(value, (*ATOMS, torch.Tensor)) else self._below(value)
 
-        return {id(one) for one in walk(self._around.snapshot.roots, parts, depth=MAX_DEPTH)}
+        if self._reach is None:
+            assert self._around is not None
+            found = walk(self._around.snapshot.roots, parts, depth=MAX_DEPTH)
+            self._reach = {id(one) for one in found}
+        return self._reach
 
     def _held(self) -> set[int]:
         """Return which of these objects code that still runs can read, by their ids."""
