@@ -348,12 +348,13 @@ def called_here(spawn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def all_modules() -> list[torch.nn.Module]:
-    """Return all modules of this process."""
+    """Return all modules of this process that are made: code may be before `super().__init__()`."""
     # A process has millions of objects, and only thousands of classes. The class alone is asked:
     # some objects warn if their `__class__` is read.
     objects = gc.get_objects()
     kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, torch.nn.Module)}
-    return list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
+    found = itertools.compress(objects, map(kinds.__contains__, map(type, objects)))
+    return [module for module in found if "_modules" in vars(module)]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:

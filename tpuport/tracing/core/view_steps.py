@@ -97,10 +97,12 @@ def written_through(
 
     None stands for all that matter: the write goes through no windows that overlap.
     """
-    within = [at for at, step in enumerate(steps[:-1]) if step.overlaps()]
     found: list[jax.Array | None] = [None] * len(steps)
-    mark = jnp.ones(value.shape, value.dtype)
-    for at in range(len(steps) - 1, within[0], -1) if within else ():
+    within = [at for at, step in enumerate(steps[:-1]) if step.overlaps()]
+    if not within:
+        return found
+    mark = jnp.ones_like(value)
+    for at in range(len(steps) - 1, within[0], -1):
         mark = steps[at].set(jnp.zeros_like(bases[at]), mark, found[at])
         found[at - 1] = mark != 0
     return found
