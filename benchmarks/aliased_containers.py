@@ -154,9 +154,8 @@ def _ran(net: Any, call: Any, device: str) -> Iterator[Any]:
         found = call(*(one.to(device) for one in (x, mask, torch.tensor(float(bits % 4)))))
         whole = torch.stack([*found[0], *found[1]])
         if isinstance(net, torch.nn.Module):
-            net.zero_grad()
-            whole.square().mean().backward()
-            yield whole.detach().cpu(), net.weight.grad.detach().cpu()
+            (gradient,) = torch.autograd.grad(whole.square().mean(), list(net.parameters()))
+            yield whole.detach().cpu(), gradient.detach().cpu()
         else:
             yield tpuport.to_torch(whole), None
 

@@ -155,8 +155,10 @@ class Surroundings:
     def placed(self, located: Iterable[tuple[int, int | None, str]]) -> list[Place] | None:
         """Return such places with the numbers of their holders here; None if one has none."""
         numbers = {id(value): n for n, (value, _) in enumerate(self.snapshot.saved)}
-        found = [(numbers.get(holder), part, name) for holder, part, name in located]
-        return None if any(n is None for n, *_ in found) else [Place(*one) for one in found]
+        located = list(located)
+        if any(holder not in numbers for holder, *_ in located):
+            return None
+        return [Place(numbers[holder], part, name) for holder, part, name in located]
 
     def _places(
         self, states: list[list[Children]], longer: set[int] | None = None
