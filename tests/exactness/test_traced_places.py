@@ -33,7 +33,7 @@ BODIES: dict[str, Callable[..., Any]] = {
 
 
 def kept(out: torch.Tensor, t: Any, x: torch.Tensor) -> Any:
-    """What is taken is another name of what is written later."""
+    """What is taken is a second name of what is written later."""
     row = out[t]
     out.mul_(3)
     out[1] = x

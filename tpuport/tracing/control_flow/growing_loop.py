@@ -414,7 +414,7 @@ class _Growing:
     def _places_in(self, watch: Surroundings, containers: dict[int, Any]) -> list[Place]:
         """Return the places that rounds change with the numbers that they have in a round.
 
-        A container of a variable is another one there.
+        The containers of its variables are copies there.
         """
         copies = {id(self.spec.containers[i]): id(one) for i, one in containers.items()}
         located = [

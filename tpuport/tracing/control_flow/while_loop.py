@@ -425,7 +425,7 @@ class _Outside:
         if changed is None:
             raise _uncarried()
         others = [p for p in changed if id(begun.snapshot.saved[p.holder][0]) not in self.inside]
-        # A container that a place holds is another one in a round, and the numbers may be others.
+        # The container that a place holds is a copy in a round, so the numbers may be others.
         places = self.surroundings.placed(begun.located(others))
         if places is None:
             raise _uncarried()

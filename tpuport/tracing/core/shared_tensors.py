@@ -133,11 +133,11 @@ class SharedTensors:
                 yield other, link
 
     def note_given(self, made: Any, of: Any) -> None:
-        """Note that a container, which a branch made, is another one on some paths."""
+        """Note that a container, which a branch made, stands for one on some paths."""
         self._given.setdefault(id(made), (made, []))[1].append(of)
 
     def is_given(self, value: Any) -> bool:
-        """Return whether a branch made a container that is another one on some paths."""
+        """Return whether a branch made a container that stands for one on some paths."""
         return id(value) in self._given
 
     def given_for(self, made: Any) -> list[Any]:
