@@ -131,8 +131,7 @@ def children(value: Any) -> Children:
         own = () if plain else tuple(i for i, key in enumerate(keys) if _has_identity(key))
         return Children(type(value), keys, parts, held, option, own)
     for base in _SEQUENCES:
-        # A class of the user's may count or walk in its own way, and one may only say it is a list.
-        if issubclass(type(value), base):
+        if isinstance(value, base):  # A class of the user's may count or walk in its own way.
             return Children(type(value), None, list(base.__iter__(value)), held)
     if isinstance(value, deque):
         return Children(type(value), None, list(deque.__iter__(value)), held, value.maxlen)
@@ -179,7 +178,7 @@ def refill(value: Any, content: Children) -> None:
             base.__setitem__(value, key, part)
         if isinstance(value, defaultdict):
             value.default_factory = content.option
-    elif issubclass(type(value), list):
+    elif isinstance(value, list):
         list.__setitem__(value, slice(None), content.parts)
     elif isinstance(value, set):
         set.clear(value)
