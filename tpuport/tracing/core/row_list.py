@@ -23,8 +23,10 @@ class ListLike:
         return list
 
 
-class RowList(ListLike):
+class RowList:
     """A list of rows: a `for` may go over it, and it is an index as the tensor is."""
+
+    is_traced = True
 
     def __init__(self, rows: "TracedTensor") -> None:
         self.rows = rows
