@@ -104,3 +104,23 @@ def test_a_loop_writes_to_rows() -> None:
     ported = check_calls(scenario, by_tpuport)
     assert "one lax.scan of 40 rounds" in str(ported.report)
     check_gradients(scenario, by_tpuport)
+
+
+with torch.inference_mode():
+    TABLE = torch.arange(12.0).view(6, 2)
+
+
+class Inferred(nn.Module):
+    """Takes rows of tensors that were made in inference mode, whose writes torch does not count."""
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return a row of a table, and a tensor to which one was added."""
+        t, out = x.argmax(), torch.full((6, 2), 0.5)
+        row = TABLE[t] * x
+        out[t].add_(row)
+        return [row, out]
+
+
+def test_rows_of_tensors_of_inference_mode() -> None:
+    check_calls(Scenario("inferred", Inferred, CALLS), by_tpuport)

@@ -21,6 +21,7 @@ _GRACE_S = 5.0
 # A command that prints more than this loses the middle of it: what it printed last stays.
 _MOST_OUTPUT, _KEPT_OUTPUT = 64 * 2**20, 4 * 2**20
 _LOOKS_EVERY_S = 0.5
+_LOOKS_AT_ITS_END = 8
 
 
 def run_guarded(
@@ -122,8 +123,12 @@ def _shorten(outputs: Sequence[IO[Any]]) -> None:
         if size > _MOST_OUTPUT:
             end = os.pread(number, _KEPT_OUTPUT, size - _KEPT_OUTPUT)
             # What is written while this is read is the last that is known of a process that ends.
-            while added := os.pread(number, _KEPT_OUTPUT, size):
-                size, end = size + len(added), end + added
+            # One that writes faster than that is read does not end now.
+            for _ in range(_LOOKS_AT_ITS_END):
+                added = os.pread(number, _KEPT_OUTPUT, size)
+                if not added:
+                    break
+                size, end = size + len(added), (end + added)[-_KEPT_OUTPUT:]
             os.ftruncate(number, 0)
             said = f"[tpuport left out {size - len(end)} bytes of output here]\n"
             os.write(number, said.encode() + end)

@@ -32,8 +32,10 @@ def forward(
         tensors that matter for dropout only.
     """
     del return_softmax
-    window = (window_size_left, window_size_right)
-    rule = _rule(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    rule = MaskRule(
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
+    )
+    _refuse_dropout(dropout_p)
     query, key, value = _heads_first(q, k, v)
     out, lse = attend(query, key, value, rule, with_lse=True)
     assert lse is not None
@@ -66,8 +68,10 @@ def backward(
         The sum of each query's output times its gradient, [B, H, L] in float32.
     """
     del deterministic, rng_state
-    window = (window_size_left, window_size_right)
-    rule = _rule(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
+    rule = MaskRule(
+        softmax_scale, causal, (window_size_left, window_size_right), softcap, alibi_slopes
+    )
+    _refuse_dropout(dropout_p)
     query, key, value = (x.float() for x in _heads_first(q, k, v))
     given, result = (x.float().transpose(1, 2) for x in (dout, out))
     count = query.shape[1] // key.shape[1]
@@ -83,21 +87,13 @@ def backward(
     return total
 
 
-def _rule(
-    dropout: float,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
-    slopes: torch.Tensor | None,
-) -> MaskRule:
+def _refuse_dropout(dropout: float) -> None:
     if dropout > 0:
         raise UsageError(
             "flash_attn: an operator with dropout_p > 0 returns the state of the kernel's own"
             " random numbers, which exists on CUDA only. What to do: call flash_attn_func, or set"
             " dropout_p to 0"
         )
-    return MaskRule(scale, causal, window, softcap, slopes)
 
 
 def _heads_first(*tensors: torch.Tensor) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ import torch
 from tpuport.foundation.pytree.children import ATOMIC, ATOMS, Children, children, refill, walk
 from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
 
-_MAX_DEPTH = 13
+MAX_DEPTH = 13
 _ATOMS = (torch.Tensor, *ATOMS)
 
 
@@ -27,7 +27,7 @@ class Snapshot:
             self.saved.append((value, found))
             return [part for part in found.all if type(part) not in ATOMIC]
 
-        for _ in walk(roots, parts, depth=_MAX_DEPTH):
+        for _ in walk(roots, parts, depth=MAX_DEPTH):
             pass
 
     def restore(self) -> None:

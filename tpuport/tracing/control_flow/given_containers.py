@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from tpuport.foundation.pytree import ATOMIC, ATOMS, Flattener, children, walk
-from tpuport.foundation.pytree.snapshot import Snapshot
+from tpuport.foundation.pytree.snapshot import MAX_DEPTH, Snapshot
 from tpuport.foundation.pytree.tree import Identity
 from tpuport.foundation.user_frames import user_frames
 from tpuport.tracing.core.shared_tensors import Refusal, SharedTensors
 
 UNCHANGING = (*ATOMS, torch.Tensor, torch.nn.Module, tuple, frozenset, CellType)
-MAX_DEPTH = 13
 
 
 def from_before(snapshot: Snapshot | None, shared: SharedTensors) -> Callable[[Any], bool]:

@@ -149,11 +149,11 @@ class Surroundings:
         return {id(value) for (value, before), after in now if not before.is_same(after)}
 
     def located(self, places: Iterable[Place]) -> list[tuple[int, int | None, str]]:
-        """Return some places with the ids of their holders, whose numbers are others elsewhere."""
+        """Return some places by the ids of their holders; numbers count in one walk only."""
         return [(id(self.snapshot.saved[p.holder][0]), p.part, p.name) for p in places]
 
     def placed(self, located: Iterable[tuple[int, int | None, str]]) -> list[Place] | None:
-        """Return such places with the numbers of their holders here; None if one has none."""
+        """Return what `located` gave elsewhere by numbers; None if a holder is not reached here."""
         numbers = {id(value): n for n, (value, _) in enumerate(self.snapshot.saved)}
         located = list(located)
         if any(holder not in numbers for holder, *_ in located):

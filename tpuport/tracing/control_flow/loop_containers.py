@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tpuport.foundation.pytree.children import ATOMS, Children, children, walk
-from tpuport.tracing.control_flow.given_containers import MAX_DEPTH, UNCHANGING, held_elsewhere
+from tpuport.foundation.pytree.snapshot import MAX_DEPTH
+from tpuport.tracing.control_flow.given_containers import UNCHANGING, held_elsewhere
 from tpuport.tracing.control_flow.growth import Surroundings
 from tpuport.tracing.core.shared_tensors import Refusal, SharedTensors
 
@@ -82,11 +83,11 @@ class LoopContainers:
         written = [i for i, one in inside if not self._content[i].is_same(children(one))]
         if not written and not outside:
             return
-        held, reached = self._held(), self._reached()
+        held, reached, staying = self._held(), self._reached(), self.staying()
         for state in self._states():
             for i, objects in state.items():
                 others = set().union(*(state[j] for j in state if j != i))
-                is_read = objects & (others | (held if i not in self.staying() else reached))
+                is_read = objects & (others | (reached if i in staying else held))
                 if (i in written and is_read) or objects & outside:
                     raise refuse()
 

@@ -2,7 +2,7 @@
 
 A branch gives each of its results a value of its own, so a later write to one of two such tensors
 has to reach the other where they are one. Of two containers that are one on some paths none may be
-written to later.
+written to later, nor a constant of which the program has a copy, and that copy.
 """
 
 import weakref
@@ -57,7 +57,7 @@ class MergedContainer:
 
 
 class SharedTensors:
-    """The links between the storages of a trace, and its containers that stand for others.
+    """The links between the storages of a trace, its containers that stand for others, and copies.
 
     Attributes:
         merged: those containers.
@@ -110,19 +110,13 @@ class SharedTensors:
         holder: Any = None,
     ) -> None:
         """Link a storage to another one, and to those that this one may be one with."""
-        found: dict[int, tuple[Any, Any, jax.Array | None]] = {}
-        for third, link in self.of(other):
-            both = None
-            if test is not None and link.test is not None and link.region in regions:
-                both = test & link.test
-            if third.serial in found:  # one link each, or their number would double each time
-                before = found[third.serial][2]
-                both = None if before is None or both is None else before | both
-            found[third.serial] = third, link.holder, both
-        for third, held, both in found.values():
+        for third, link in list(self.of(other)):
             if third is not one:
-                alive = None if held is None else held()
-                self.add(one, third, both, regions[-1], refuse, holder=alive)
+                both = None
+                if test is not None and link.test is not None and link.region in regions:
+                    both = test & link.test
+                held = None if link.holder is None else link.holder()
+                self.add(one, third, both, regions[-1], refuse, holder=held)
         self.add(one, other, test, regions[-1], refuse, holder=holder)
 
     def of(self, storage: Any) -> Iterator[tuple[Any, Link]]:

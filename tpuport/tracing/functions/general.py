@@ -22,7 +22,7 @@ from tpuport.tracing.core.row_list import RowList
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
-from tpuport.tracing.core.tensor import TracedTensor, item, tolist
+from tpuport.tracing.core.tensor import TracedTensor, item, tolist, version
 from tpuport.tracing.core.values import value_of, wrap_as
 from tpuport.tracing.dispatch.meta_infer import to_meta
 from tpuport.tracing.dynamic_shapes.extents import (
@@ -219,12 +219,12 @@ def _read_only(trace: Trace, source: torch.Tensor) -> torch.Tensor:
     if trace.explorer is None or site in trace.explorer.plan.views:
         return source
     made = wrap_as(None, value_of(source), to_meta(source), trace)
-    version = source._version
+    before = version(source)
 
     def is_written() -> bool:
         alias = trace.alias(source)
-        now = 0 if alias is None else alias._storage.version
-        return made._storage.version > 0 or now > 0 or source._version != version
+        is_promoted = alias is not None and version(alias) > 0
+        return version(made) > 0 or is_promoted or version(source) != before
 
     trace.shared.note_copied(is_written, lambda: RestartTrace(views=site))
     return made
