@@ -213,6 +213,12 @@ SCATTERS: dict[str, Program] = {
     "scatter": lambda x, y, w, s, m: y.scatter(
         0, m.nonzero()[:, 0][:, None].expand(-1, 3), x[m].log()
     ),
+    "scatter of more": lambda x, y, w, s, m: y.scatter(
+        0, m.nonzero()[:, 0][:, None].expand(-1, 3), y.detach().log()
+    ),
+    "scatter_add of more": lambda x, y, w, s, m: y.scatter_add(
+        0, _ROW[m][:, None].expand(-1, 3), y.detach().log()
+    ),
     "scatter_add": lambda x, y, w, s, m: y.scatter_add(
         0, _ROW[m][:, None].expand(-1, 3), x[m].log()
     ),

@@ -13,9 +13,11 @@ from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as
 from tpuport.tracing.dynamic_shapes.extents import (
     attach,
+    bound_of,
     elements_span,
     extents_of,
     filled,
+    node_of,
     refuse,
     require_equal,
     resized,
@@ -197,21 +199,26 @@ def scatter_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     moved = torch.where(shaped, plain, torch.full((), target.shape[dim], dtype=plain.dtype))
     rest = [filled(a, 1) if isinstance(a, torch.Tensor) else a for a in args[3:]]
     source = args[3] if len(args) > 3 else None
-    given = extents_of(source).get(dim) if isinstance(source, torch.Tensor) else None
-    if given is not None:
-        require_equal(node, given, "index and source must have the same number of rows")
-    elif isinstance(source, torch.Tensor) and source.dim():
-        rows = torch.Tensor.size(source)[dim]
-        require_equal(
-            node,
-            NumberNode(rows, int, rows, rows),
-            "index and source must have the same number of rows",
-        )
+    if isinstance(source, torch.Tensor) and source.dim():
+        _require_rows(func, node, extents_of(source).get(dim) or node_of(bound_of(source, dim)))
     rest = [_rows_to(a, dim, size) if isinstance(a, torch.Tensor) and a.dim() else a for a in rest]
     result = run(func, (extended, dim, moved, *rest), kwargs)
     made = attach(result.narrow(dim, 0, target.shape[dim]), sizes)
     made._bounds = _written(func, args)
     return made
+
+
+def _require_rows(func: Any, rows: NumberNode, given: NumberNode) -> None:
+    """Make the program fail, as eager does, if a source has not the rows that the index asks for.
+
+    `index_add` and `index_copy` ask for as many. `scatter` and its kind leave what is beyond the
+    index alone.
+    """
+    if func._opname.startswith("index"):
+        require_equal(rows, given, "index and source must have the same number of rows")
+    elif rows.expr != given.expr:
+        message = "Expected index to be no larger than src: it has more rows"
+        raise_if(rows.value > given.value, RuntimeError(message))
 
 
 def _written(func: Any, args: tuple[Any, ...]) -> tuple[float, float] | None:
