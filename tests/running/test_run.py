@@ -322,6 +322,21 @@ def test_compiled_programs_are_kept_where_it_is_asked(run, tmp_path):
     assert list((tmp_path / "programs").glob("*-cache"))
 
 
+def test_equal_programs_are_compiled_once(run, monkeypatch):
+    monkeypatch.setattr("tpuport.aot.cache.program_memory._SECONDS", 0.0)
+    code = """
+    import jax, torch
+
+    loaded, x = [], torch.ones(2, 4, device="cuda")
+    jax.monitoring.register_event_listener(lambda name, **_: loaded.append(name))
+    for _ in range(3):
+        block = torch.nn.Linear(4, 4).cuda()
+        torch.testing.assert_close(block(x).cpu(), block.cpu()(x.cpu()))
+    assert loaded.count("/jax/compilation_cache/cache_hits") >= 2
+    """
+    assert run(code) == 0
+
+
 def test_an_error_is_explained_where_there_is_more_to_say(run, capsys):
     code = "import jax\njax.jit(lambda x: x if x > 0 else -x)(1.0)\n"
     assert run(code) == 1

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from tpuport.aot.cache.program_memory import not_from_memory
 from tpuport.aot.crashes import crash_explained
 from tpuport.aot.entry_points import EntryPoint
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
@@ -90,7 +91,8 @@ def compile_ahead(step: EntryPoint, mesh: Mesh, options: dict[str, Any] | None =
     compiled = too_large = None
     platform = mesh.devices.flat[0].platform
     try:
-        with crash_explained() if platform == "tpu" else contextlib.nullcontext():
+        explained = crash_explained() if platform == "tpu" else contextlib.nullcontext()
+        with explained, not_from_memory():
             compiled = lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
         too_large = parse_too_large(str(error))

@@ -81,8 +81,8 @@ def run(
         paths: Files and folders to rewrite, besides the program and what is below its folder.
         rewrite: Whether to rewrite anything.
         profile: Folder for a profiler trace of the run, for xprof or TensorBoard.
-        cache_dir: Folder of compiled programs, see `tpuport.compile_cache`; jax's own settings
-            apply if left out.
+        cache_dir: Folder of compiled programs, see `tpuport.compile_cache`. If left out jax's own
+            settings apply, and without a folder there equal programs are compiled once.
         report: File for the report, .html, .json or .txt; written even if the program fails.
         full_traceback: Whether tracebacks show the frames of tpuport too.
         quiet: Whether to leave out the lines at the end that say what cost time.
@@ -112,6 +112,9 @@ def run(
 
             stack.enter_context(compile_cache(cache_dir))
         with importing():
+            from tpuport.aot.cache.program_memory import equal_programs_once
+
+            stack.enter_context(equal_programs_once())
             settings = stack.enter_context(porting(*packages, paths=paths, **porting_options))
         with _profiled(profile):
             status = _execute(program)
