@@ -339,6 +339,7 @@ class PortedState:
                 msg = "to_torch() needs weights; this model was converted from the meta device"
                 raise UsageError(msg)
             made = shared_memory.to_torch(value, dtype_of(name, tensor.dtype))
+            made = shared_memory.unnarrowed(made, value, tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 return parameter_like(made, tensor)
             made = made.requires_grad_(tensor.requires_grad and differentiable(made.dtype))
