@@ -13,10 +13,10 @@ from tpuport.tracing.core.tensor import TracedTensor
 
 
 class NumpyOperands(Shim):
-    """`x + a` and others of a tensor and an array give a tensor of the dtype that numpy promotes to.
+    """`x + a` and others of a tensor and an array give a tensor of numpy's dtype for the two.
 
     torch leaves these operators to numpy, which takes the tensor for an array and returns a tensor.
-    Where numpy refuses the tensor (it requires grad, or has a dtype that numpy lacks), so does this.
+    What numpy refuses (the tensor requires grad, or has a dtype that numpy lacks), this refuses.
     """
 
     TARGET = "torch.Tensor.__mul__"
