@@ -122,6 +122,38 @@ def test_a_tensor_that_holds_one_of_the_device_is_made():
         assert Packs.apply(x[None]).shape == (1, 2)
 
 
+class Scaled(torch.Tensor):
+    """Weights as torchao makes them: other tensors hold the values."""
+
+    @staticmethod
+    def __new__(cls, held, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=scale.dtype)
+
+    def __init__(self, held, scale):
+        self.held, self.scale = held, scale
+
+    def __tensor_flatten__(self):
+        return ["held", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held, args[0].scale)
+        plain = [one.held * one.scale if isinstance(one, cls) else one for one in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_weights_that_other_tensors_hold_are_refused_with_their_name():
+    layer = torch.nn.Linear(3, 2)
+    held = Scaled(torch.ones(2, 3, dtype=torch.int8), torch.tensor(0.5))
+    layer.weight = torch.nn.Parameter(held, requires_grad=False)
+    with pytest.raises(PortError, match=r"TPU106 weight is a Scaled(?s:.*)--eager NAME"):
+        tpuport.convert(layer)
+    with tpuport.porting(eager=("Linear",)):
+        x = torch.ones(1, 3, device="cuda")
+        torch.testing.assert_close(layer.cuda()(x).cpu(), layer.bias.detach().cpu()[None] + 1.5)
+
+
 def test_what_was_compiled_before_the_block_runs_as_it_is_written():
     compiled = []
 

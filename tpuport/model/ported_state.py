@@ -35,6 +35,7 @@ from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
+from tpuport.tracing.state.tensor_attributes import refuse_wrapper
 from tpuport.weights.checkpoint import Checkpoint
 from tpuport.weights.load import Place, Progress
 
@@ -129,7 +130,11 @@ class PortedState:
                 )
                 target[name] = stand_in
             else:
-                target[name] = shared_memory.to_jax(leaf)
+                try:
+                    target[name] = shared_memory.to_jax(leaf)
+                except RuntimeError as error:
+                    refuse_wrapper(name, leaf, error)
+                    raise
                 version = None if leaf.is_inference() else leaf._version
                 self._loaded[name] = weakref.ref(target[name]), version
 
