@@ -273,6 +273,7 @@ class LiveModel(PortedModel):
                 remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
             )
         super()._refuse_changes(compiled)
+        self._left.refuse_lost_parameters(self._tree)
 
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
@@ -570,9 +571,8 @@ class LiveModel(PortedModel):
         call, self._compared = self._compared, None
         if parity.are_left_out():
             return []
-        assert call is not None
-        assert expected.module is not None
-        theirs = dict(torch.nn.Module.named_parameters(expected.module))
+        assert call is not None and expected.module is not None
+        theirs = expected.parameters()
         # The call may have ended that a parameter requires grad.
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params and t.requires_grad}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.

@@ -99,16 +99,16 @@ def of_reference(
     try:
         with numbers:
             sums = projected(found.out) + projected(list(state))
-            return of_sums(sums, found.module, keep=keep)
+            return of_sums(sums, found, keep=keep)
     except DrewInBackward:
         return {}
 
 
 def of_sums(
-    sums: list[torch.Tensor], module: torch.nn.Module, *, keep: bool = False
+    sums: list[torch.Tensor], found: Reference, *, keep: bool = False
 ) -> dict[str, torch.Tensor | None]:
     """Return the gradients of sums by parameter, None for one that they do not depend on."""
-    trained = {name: p for name, p in torch.nn.Module.named_parameters(module) if p.requires_grad}
+    trained = {name: p for name, p in found.parameters().items() if p.requires_grad}
     if not sums or not trained:
         return dict.fromkeys(trained)
     with comparing_gradients(), _grads_left(trained.values()) as left:
