@@ -571,7 +571,7 @@ class LiveModel(PortedModel):
         call, self._compared = self._compared, None
         if parity.are_left_out():
             return []
-        assert call is not None and expected.module is not None
+        assert call is not None
         theirs = expected.parameters()
         # The call may have ended that a parameter requires grad.
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params and t.requires_grad}
@@ -594,7 +594,7 @@ class LiveModel(PortedModel):
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             if self._last_program is not None:
-                refused = parity.refused(expected.out, expected.module)
+                refused = parity.refused(expected)
                 self._last_program.run.derived[gradients.REFUSED] = refused
             return []
         with call.compared():

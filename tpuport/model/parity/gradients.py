@@ -66,13 +66,13 @@ def _real(value: Any) -> Any:
     return value.real + 0.5 * value.imag if is_complex else value
 
 
-def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
+def refused(expected: Reference) -> dict[int, RuntimeError]:
     """Return what eager raises for the gradient of each result that may have one, by its number.
 
     An example is a value that was written in place after an operation kept it for backward.
     """
-    leaves = [leaf for leaf in pytree.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
-    trained = [p for p in torch.nn.Module.parameters(module) if p.requires_grad]
+    leaves = [leaf for leaf in pytree.flatten(expected.out)[0] if isinstance(leaf, torch.Tensor)]
+    trained = [p for p in expected.parameters().values() if p.requires_grad]
     found: dict[int, RuntimeError] = {}
     for index, leaf in enumerate(leaf for leaf in leaves if differentiable(leaf.dtype)):
         if leaf.requires_grad:

@@ -119,7 +119,8 @@ def refuse_wrapper(name: str, tensor: torch.Tensor, error: Exception) -> None:
     Raises:
         PortError: The class takes torch's operations, as of `torch.Tensor._make_wrapper_subclass`.
     """
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    plain: Any = torch.Tensor
+    if getattr(type(tensor), "__torch_dispatch__", None) is not plain.__torch_dispatch__:
         kind = type(tensor).__name__
         raise port_error(
             f"{name} is a {kind}, which has no values of its own but in other tensors",
