@@ -170,3 +170,15 @@ def test_state_that_jax_narrows_keeps_its_bits_for_python_and_eager_pytorch() ->
     model.fine = True
     with pytest.raises(ParityError, match=r'JAX holds in 32 bits: jax.config.update\("jax_enable'):
         tpuport.convert(model)(x)
+
+
+def test_errors_of_rounding_leave_infinities_as_they_are():
+    x = normal(6, 5)
+    masked = torch.where(x > 0, float("-inf"), x)
+    for seed in range(4):
+        mode = Float64(1.0, seed)
+        with mode:
+            logs = torch.log((x > 0) * 1.5)
+            shares = (masked / 3).softmax(1).sum() + (masked.exp() / 3).cumsum(1)
+        assert torch.equal(mode.value(logs).isinf(), x <= 0)
+        assert mode.value(shares).isfinite().all()
