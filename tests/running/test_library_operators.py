@@ -10,12 +10,17 @@ from tpuport.foundation.errors import PortError
 LIBRARY = torch.library.Library("tpuport_tests", "DEF")
 LIBRARY.define("bent(Tensor x, float slope=2.0) -> Tensor")
 LIBRARY.define("compiled(Tensor x) -> Tensor")
+LIBRARY.define("largest(Tensor x) -> Tensor")
 
 
 @torch.library.impl(LIBRARY, "bent", "CompositeExplicitAutograd")
 def bent(x, slope=2.0):
-    factor = torch.full((), slope).to(dtype=x.dtype, device=x.device)
-    return torch.where(x > 0, x * factor, torch.zeros_like(x, device=x.device) + x)
+    return torch.where(x > 0, x * slope, x)
+
+
+@torch.library.impl(LIBRARY, "largest", "CompositeImplicitAutograd")
+def largest(x):
+    return x.amax().to(dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op("tpuport_tests::both", mutates_args=())
@@ -69,6 +74,13 @@ def test_operators_written_in_python_are_part_of_the_program():
     with tpuport.porting() as run:
         torch.testing.assert_close(trained(Uses, "cuda"), expected)
     assert not run.report.descended
+
+
+def test_they_may_move_what_they_make_to_the_device_of_their_argument():
+    with tpuport.porting():
+        found = torch.ops.tpuport_tests.largest(torch.tensor([1.0, 3.0], device="cuda"))
+        assert found.is_cuda
+        assert found.item() == 3.0
 
 
 def test_gradients_through_them_are_refused_and_right_by_parts():
