@@ -370,3 +370,31 @@ def test_a_script_trains_a_network_that_draws_as_one_program():
         got = trained("cuda")
     torch.testing.assert_close(got[:2], want[:2], rtol=1e-5, atol=1e-6)
     assert got[2] == want[2]
+
+
+class Fitted(nn.Module):
+    """Chooses rows by numpy at its first call, which a buffer tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        self.register_buffer("bias", torch.zeros(6))
+        self.register_buffer("is_fitted", torch.tensor([False]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_fitted:
+            np.random.seed(3)
+            self.bias = x[np.random.choice(x.shape[0], 4)].mean(0)
+            self.is_fitted = torch.tensor([True])
+        return (x * self.scale > self.bias).float() + x * self.scale
+
+
+def test_a_flag_among_the_buffers_may_decide_whether_a_call_draws() -> None:
+    assert_as_eager(Fitted())
+    fitted = Fitted()
+    fitted(X)
+    ported = tpuport.convert(fitted)
+    assert_as_eager(fitted)
+    key, args = jax.random.key(0), (jnp.asarray(X.numpy()),)
+    grads = jax.grad(lambda p: ported.apply(p, ported.buffers, key, *args)[0].sum())(ported.params)
+    torch.testing.assert_close(tpuport.to_torch(grads["scale"]), X.sum(0))

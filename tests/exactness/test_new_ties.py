@@ -73,8 +73,14 @@ def _in_a_tuple(m: Any, y: torch.Tensor) -> None:
     m.extra = (m.embed.weight,)
 
 
-def test_a_tuple_may_keep_a_parameter() -> None:
-    eager = Pair(_in_a_tuple, None)
+def _in_a_list_beside_a_table(m: Any, y: torch.Tensor) -> None:
+    m.extra = [m.table["w"], m.embed.weight]
+
+
+@pytest.mark.parametrize("change", [_in_a_tuple, _in_a_list_beside_a_table])
+def test_a_tuple_or_list_may_keep_a_parameter(change: Any) -> None:
+    eager: Any = Pair(change, None)
+    eager.table = {"w": eager.w}
     ported = tpuport.convert(copy.deepcopy(eager))
     for seed in range(3):
         x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed))

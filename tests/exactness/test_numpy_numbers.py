@@ -155,3 +155,23 @@ def test_other_numbers_are_found():
     for want, have in ((np.float64(2.0), 2), (np.int64(3), 4), (np.bool_(True), False)):
         (pair,) = pairs(want, have, "output")
         assert "where eager PyTorch gives" in pair.problem
+
+
+WINDOW = np.hanning(5)[1:4]
+
+
+def with_arrays(x: torch.Tensor) -> Any:
+    single = WINDOW.astype(np.float32)
+    made = [x * WINDOW, x + np.array(2.0), x[0] - np.array(3), x / single, x.abs() ** single]
+    return [*made, (x > 0) * WINDOW, x.mean() * np.ones_like(0.5), x * np.float32(0.5)]
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must:DeprecationWarning")
+def test_arithmetic_with_arrays_of_numpy_has_the_dtypes_of_eager() -> None:
+    ported = tpuport.convert(with_arrays)
+    for x in OTHERS:
+        for mine, want in zip(ported(x), with_arrays(x), strict=True):
+            assert (mine.dtype, mine.shape) == (want.dtype, want.shape)
+            torch.testing.assert_close(mine.torch(), want)
+    with pytest.raises(RuntimeError, match="requires grad"):
+        tpuport.convert(with_arrays)(X.clone().requires_grad_())

@@ -136,3 +136,23 @@ def test_values_of_the_program_make_no_sparse_tensor():
     with pytest.raises(tpuport.PortError, match="sparse_coo_tensor") as refused:
         tpuport.convert(program)(X)
     assert refused.value.line == program.__code__.co_firstlineno + 2
+
+
+class Gives(nn.Module):
+    """Returns a sparse matrix that it keeps beside what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adjacency = DENSE.to_sparse()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.adjacency @ x, self.adjacency
+
+
+def test_a_sparse_constant_is_a_result_under_porting_and_refused_else():
+    with pytest.raises(tpuport.PortError, match=r"returns .* which is sparse"):
+        tpuport.convert(Gives())(X)
+    with tpuport.porting():
+        product, adjacency = Gives()(X.to("cuda"))
+    assert_same(product.cpu(), DENSE @ X, "output")
+    assert adjacency.layout is torch.sparse_coo

@@ -120,3 +120,24 @@ def test_which_text_is_looked_at(source, tmp_path):
     with contextlib.suppress(ValueError, AssertionError):
         exec(compile(source, path, "exec"), names)
     assert found == [SOURCES[source]]
+
+
+class Named(torch.Tensor):
+    def __repr__(self) -> str:
+        return super().__repr__().replace("tensor", "named").strip()
+
+
+class ShowsInError(nn.Module):
+    def forward(self, x):
+        y = x.as_subclass(Named)
+        if not (y < 9).all():
+            raise ValueError(f"too large: {y!r}")
+        return y * 2
+
+
+def test_a_repr_may_shape_the_text_of_a_tensor_that_an_error_shows():
+    ported = tpuport.convert(ShowsInError())
+    for x in (torch.ones(2), torch.arange(2.0)):
+        torch.testing.assert_close(tpuport.to_torch(ported(x)).as_subclass(torch.Tensor), x * 2)
+    with pytest.raises(ValueError, match="too large"):
+        ported(torch.full((2,), 10.0))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpuport
-from tpuport.foundation.errors import PortError
+from tpuport.foundation.errors import ParityError, PortError
 from tpuport.model.parity.float64 import Float64
 
 
@@ -140,3 +140,45 @@ def test_a_check_that_only_float64_passes_is_refused_by_its_line() -> None:
     assert str(caught.value).startswith(__file__)
     with jax.enable_x64(True):
         torch.testing.assert_close(tpuport.convert(Checked())(x).torch(), Checked()(x))
+
+
+class Grid(nn.Module):
+    """A place in float64 that Python compares, and a phase that float32 has too few bits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("z", torch.tensor(0.01, dtype=torch.float64))
+        self.register_buffer("turns", torch.tensor(1e9 + 0.1, dtype=torch.float64))
+        self.fine = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.tensor(0.01 / 3, dtype=torch.float64) * 3
+        if not torch.equal(self.z, z):
+            raise ValueError(f"another place: {self.z.item()}")
+        return x * (self.turns % 1.0).to(x.dtype) if self.fine else x * z
+
+
+def test_state_that_jax_narrows_keeps_its_bits_for_python_and_eager_pytorch() -> None:
+    x = torch.arange(3.0)
+    ported = tpuport.convert(Grid())
+    for factor in (1, 2):
+        torch.testing.assert_close(ported(x * factor).torch(), Grid()(x * factor))
+    assert ported.to_torch().z == Grid().z
+    ported.buffers = {**ported.buffers, "turns": jax.numpy.float32(3.5)}
+    assert ported.to_torch().turns == 3.5
+    model = Grid()
+    model.fine = True
+    with pytest.raises(ParityError, match=r'JAX holds in 32 bits: jax.config.update\("jax_enable'):
+        tpuport.convert(model)(x)
+
+
+def test_errors_of_rounding_leave_infinities_as_they_are():
+    x = normal(6, 5)
+    masked = torch.where(x > 0, float("-inf"), x)
+    for seed in range(4):
+        mode = Float64(1.0, seed)
+        with mode:
+            logs = torch.log((x > 0) * 1.5)
+            shares = (masked / 3).softmax(1).sum() + (masked.exp() / 3).cumsum(1)
+        assert torch.equal(mode.value(logs).isinf(), x <= 0)
+        assert mode.value(shares).isfinite().all()

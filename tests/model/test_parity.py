@@ -3,6 +3,8 @@
 A fault is planted where code sees that it is traced. One program holds all cases, as outputs.
 """
 
+import contextlib
+import copy
 import enum
 import time
 from collections import namedtuple
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import tpuport
+from tpuport.compat.emulated.programs import PortWarning
 from tpuport.foundation.errors import ParityError, UsageError
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.training import make_train_step
@@ -468,3 +471,45 @@ def test_numbers_drawn_from_a_seed_in_the_code_are_no_parity_error():
     (first, free), (second, other) = ported(torch.zeros(4)), ported(torch.zeros(4))
     assert torch.equal(first.torch(), second.torch())
     assert not torch.equal(free.torch(), other.torch())  # the fork set the seed of the caller back
+
+
+class TakesSteps(nn.Module):
+    """Trains a layer in its forward pass, and puts its weight back, or a copy of it."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.inner, self.outer, self.copies = nn.Linear(3, 2), nn.Linear(3, 3), copies
+
+    def forward(self, x):
+        held = self.inner._parameters
+        weight = held["weight"] = held["weight"].clone() if self.copies else held["weight"]
+        loss = self.inner(self.outer(x)).sum()
+        held["weight"] = weight - 0.1 * torch.autograd.grad(loss, weight, create_graph=True)[0]
+        out = self.inner(self.outer(x)).square().sum()
+        held["weight"] = weight
+        return out if not is_traced(x) or not self.outer.bias.max() > 9 else out * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_gradients_are_those_of_the_parameters_before_the_call():
+    x = torch.arange(6.0).reshape(2, 3) / 5
+    for copies in (False, True):
+        torch.manual_seed(0)
+        eager, parameters = TakesSteps(copies), []
+        refused = pytest.warns(PortWarning, match="in place of the parameter 'inner.weight'")
+        with tpuport.porting(), refused if copies else contextlib.nullcontext():
+            ported = copy.deepcopy(eager).to("cuda")
+            for module in (eager, ported):
+                parameters.append(list(module.parameters()))
+                module(x.to(parameters[-1][0].device)).backward()
+        for want, got in zip(*parameters, strict=True):
+            torch.testing.assert_close(got.grad.cpu(), want.grad)
+
+
+def test_a_fault_beside_gradients_that_the_code_asks_for_is_a_parity_error():
+    torch.manual_seed(0)
+    model = TakesSteps(False)
+    with torch.no_grad():
+        model.outer.bias[0] = 10
+    with pytest.raises(ParityError, match="output differs from eager PyTorch"):
+        tpuport.convert(model)(torch.ones(2, 3))

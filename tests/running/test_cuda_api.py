@@ -3,6 +3,7 @@
 import time
 
 import jax
+import numpy as np
 import pytest
 import torch
 
@@ -286,11 +287,27 @@ def test_the_old_tensor_types_make_and_name_tensors():
     assert not isinstance(x, torch.cuda.LongTensor)
     assert not isinstance(torch.ones(1), torch.cuda.FloatTensor)
     assert torch.cuda.LongTensor(2, 3).shape == (2, 3)
+    assert torch.cuda.LongTensor(np.int64(2), 3).shape == (2, 3)
     assert torch.cuda.BoolTensor([True]).dtype == torch.bool
     assert x.type() == "torch.cuda.FloatTensor"
     half = torch.ones(2).type(torch.cuda.HalfTensor)
     assert (half.dtype, half.device) == (torch.float16, x.device)
     assert half.type(torch.FloatTensor).device == torch.device("cpu")
+
+
+class Positions(torch.nn.Module):
+    """Counts up to a number that data decides, as allennlp does on a GPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = x.max().item() + 1
+        positions = torch.cuda.LongTensor(count, device=0).fill_(1).cumsum(0) - 1
+        return (positions <= x[:, None]).sum(1)
+
+
+def test_the_old_tensor_types_take_sizes_that_data_decides():
+    for numbers in ([2, 3, 1], [5, 0]):
+        x = torch.tensor(numbers, device="cuda")
+        assert Positions().cuda()(x).tolist() == (x + 1).tolist()
 
 
 @pytest.mark.usefixtures("_no_context")

@@ -10,11 +10,17 @@ from tpuport.foundation.errors import PortError
 LIBRARY = torch.library.Library("tpuport_tests", "DEF")
 LIBRARY.define("bent(Tensor x, float slope=2.0) -> Tensor")
 LIBRARY.define("compiled(Tensor x) -> Tensor")
+LIBRARY.define("largest(Tensor x) -> Tensor")
 
 
 @torch.library.impl(LIBRARY, "bent", "CompositeExplicitAutograd")
 def bent(x, slope=2.0):
     return torch.where(x > 0, x * slope, x)
+
+
+@torch.library.impl(LIBRARY, "largest", "CompositeImplicitAutograd")
+def largest(x):
+    return x.amax().to(dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op("tpuport_tests::both", mutates_args=())
@@ -70,6 +76,19 @@ def test_operators_written_in_python_are_part_of_the_program():
     assert not run.report.descended
 
 
+class Moves(Uses):
+    def forward(self, x):
+        with torch.no_grad():
+            largest = torch.ops.tpuport_tests.largest(x)
+        return self.layer(x) * largest
+
+
+def test_they_may_move_what_they_make_to_the_device_of_their_argument():
+    expected = trained(Moves, "cpu")
+    with tpuport.porting():
+        torch.testing.assert_close(trained(Moves, "cuda"), expected)
+
+
 def test_gradients_through_them_are_refused_and_right_by_parts():
     with pytest.raises(PortError, match="TPU403 a gradient goes through tpuport_tests::both"):
         tpuport.convert(Differentiates())(torch.randn(2, 3))
@@ -120,6 +139,38 @@ def test_a_tensor_that_holds_one_of_the_device_is_made():
         assert made.held.tolist() == [1.0, 3.0]
         assert made.held.is_cuda
         assert Packs.apply(x[None]).shape == (1, 2)
+
+
+class Scaled(torch.Tensor):
+    """Weights as torchao makes them: other tensors hold the values."""
+
+    @staticmethod
+    def __new__(cls, held, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=scale.dtype)
+
+    def __init__(self, held, scale):
+        self.held, self.scale = held, scale
+
+    def __tensor_flatten__(self):
+        return ["held", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].held, args[0].scale)
+        plain = [one.held * one.scale if isinstance(one, cls) else one for one in args]
+        return func(*plain, **(kwargs or {}))
+
+
+def test_weights_that_other_tensors_hold_are_refused_with_their_name():
+    layer = torch.nn.Linear(3, 2)
+    held = Scaled(torch.ones(2, 3, dtype=torch.int8), torch.tensor(0.5))
+    layer.weight = torch.nn.Parameter(held, requires_grad=False)
+    with pytest.raises(PortError, match=r"TPU106 weight is a Scaled(?s:.*)--eager NAME"):
+        tpuport.convert(layer)
+    with tpuport.porting(eager=("Linear",)):
+        x = torch.ones(1, 3, device="cuda")
+        torch.testing.assert_close(layer.cuda()(x).cpu(), layer.bias.detach().cpu()[None] + 1.5)
 
 
 def test_what_was_compiled_before_the_block_runs_as_it_is_written():

@@ -35,6 +35,7 @@ from tpuport.tracing.scan_layers import stacked_params
 from tpuport.tracing.session.fallback import Fallback
 from tpuport.tracing.session.tracer import Tracer
 from tpuport.tracing.state.module_state import state_tree
+from tpuport.tracing.state.tensor_attributes import refuse_wrapper
 from tpuport.weights.checkpoint import Checkpoint
 from tpuport.weights.load import Place, Progress
 
@@ -129,7 +130,11 @@ class PortedState:
                 )
                 target[name] = stand_in
             else:
-                target[name] = shared_memory.to_jax(leaf)
+                try:
+                    target[name] = shared_memory.to_jax(leaf)
+                except RuntimeError as error:
+                    refuse_wrapper(name, leaf, error)
+                    raise
                 version = None if leaf.is_inference() else leaf._version
                 self._loaded[name] = weakref.ref(target[name]), version
 
@@ -339,6 +344,7 @@ class PortedState:
                 msg = "to_torch() needs weights; this model was converted from the meta device"
                 raise UsageError(msg)
             made = shared_memory.to_torch(value, dtype_of(name, tensor.dtype))
+            made = shared_memory.unnarrowed(made, value, tensor)
             if isinstance(tensor, torch.nn.Parameter):
                 return parameter_like(made, tensor)
             made = made.requires_grad_(tensor.requires_grad and differentiable(made.dtype))

@@ -240,6 +240,12 @@ def _of_tensor(owner: Any, alias: Alias, result: TracedTensor, what: str) -> Tra
         if alias.is_exact and root.stride == _contiguous(root.value.shape):
             return _window(owner, alias, result)
     elif isinstance(owner, torch.Tensor) and not isinstance(owner, backend.TorchaxTensor):
+        if owner.layout is not torch.strided:
+            raise port_error(
+                f"the call returns {what}, which is sparse, and JAX holds it dense",
+                code="TPU106",
+                remedy="return it dense (.to_dense()), or read it where it is kept",
+            )
         if alias.is_exact and not (owner.is_conj() or owner.is_neg()):
             offset: Any = owner.storage_offset()
             window = owner.as_strided(alias.size, alias.stride, offset + alias.offset)

@@ -103,4 +103,4 @@ def _of_eager(found: Reference) -> dict[str, torch.Tensor | None]:
         case _:
             loss = out if isinstance(out, torch.Tensor) else out.loss
     assert found.module is not None
-    return gradients.of_sums([loss] if loss.requires_grad else [], found.module)
+    return gradients.of_sums([loss] if loss.requires_grad else [], found)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._C import _len_torch_function_stack
+from torch._ops import OpOverloadPacket
 from torch.overrides import (
     TorchFunctionMode,
     _get_current_function_mode_stack,
@@ -331,7 +332,7 @@ class Emulated(TorchFunctionMode):
         default = default_device()
         if default is not None and func in _device_constructors():
             return self.__torch_function__(func, types, args, {**kwargs, "device": default})
-        if getattr(func, "__module__", None) in _WRITTEN_IN_PYTHON:
+        if getattr(func, "__module__", None) in _WRITTEN_IN_PYTHON or _is_of_a_package(func):
             with where_they_are():
                 return settled(func(*args, **kwargs), args, kwargs)
         return settled(func(*args, **kwargs), args, kwargs)
@@ -339,6 +340,14 @@ class Emulated(TorchFunctionMode):
 
 # What these call inside reaches no mode, such as `torch.zeros(2, device=k.device)`.
 _WRITTEN_IN_PYTHON = frozenset({"torch.functional", "torch.nn.functional"})
+
+
+def _is_of_a_package(func: Any) -> bool:
+    """Return whether a function is an operator that a package has given torch, maybe in Python."""
+    packet = getattr(func, "_overloadpacket", func)
+    if not isinstance(packet, OpOverloadPacket):
+        return False
+    return packet._qualified_op_name.partition("::")[0] not in ("aten", "prims")
 
 
 def _made_there(result: Any, args: tuple[Any, ...]) -> Any:

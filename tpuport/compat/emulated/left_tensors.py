@@ -9,6 +9,7 @@ import torch
 from tpuport.compat.emulated.gradients import host_tensor
 from tpuport.compat.emulated.other_views import other_view, share_overlapping
 from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.device_mark import is_tagged, tag
 from tpuport.model.parity.verify import Reference
@@ -81,6 +82,22 @@ class LeftTensors:
                 results[index] = of.tensor
             else:
                 results[index] = self._made.setdefault(name, results[index])
+
+    def refuse_lost_parameters(self, tree: StateTree) -> None:
+        """Refuse a call that leaves a computed tensor in the place of a parameter.
+
+        Raises:
+            PortError: it does. The parameter is a leaf, which nothing computed can be written to.
+        """
+        for name in self.flowing:
+            if isinstance(tree.leaves.get(name), torch.nn.Parameter):
+                raise PortError(
+                    f"the call puts a tensor that it computed in place of the parameter {name!r}",
+                    code="TPU406",
+                    remedy="put the parameter back before forward returns, or pass the tensors by"
+                    " torch.func.functional_call; or leave this class to eager PyTorch:"
+                    " porting(eager=(...)), or --eager",
+                )
 
     def has(self, name: str) -> bool:
         """Return whether the call left a new tensor of the program under a name."""

@@ -273,6 +273,7 @@ class LiveModel(PortedModel):
                 remedy="leave this class to eager PyTorch: porting(eager=(...)), or --eager",
             )
         super()._refuse_changes(compiled)
+        self._left.refuse_lost_parameters(self._tree)
 
     def _apply_python_state(self, compiled: Any, changes: Any) -> None:
         super()._apply_python_state(compiled, changes)
@@ -571,8 +572,7 @@ class LiveModel(PortedModel):
         if parity.are_left_out():
             return []
         assert call is not None
-        assert expected.module is not None
-        theirs = dict(torch.nn.Module.named_parameters(expected.module))
+        theirs = expected.parameters()
         # The call may have ended that a parameter requires grad.
         ours = {n: t for n, t in self._tree.leaves.items() if n in self.params and t.requires_grad}
         # Tensors that `torch.func.functional_call` swaps in have no graph in eager's copy.
@@ -594,7 +594,7 @@ class LiveModel(PortedModel):
             # Eager raises only in a backward pass, which the script may never ask for.
             self.report.notes.append(f"gradients were not compared, eager has none: {error}")
             if self._last_program is not None:
-                refused = parity.refused(expected.out, expected.module)
+                refused = parity.refused(expected)
                 self._last_program.run.derived[gradients.REFUSED] = refused
             return []
         with call.compared():

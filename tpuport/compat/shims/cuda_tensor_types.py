@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from tpuport.compat.emulated.device import is_tagged
@@ -41,7 +42,7 @@ class CudaTensorType(type):
             return cls.eager(*args)
         del device
         # As in torch: ints are sizes of an uninitialized tensor, anything else is its data.
-        if all(isinstance(arg, int) for arg in args):
+        if all(isinstance(arg, (int, np.integer, torch.SymInt)) for arg in args):
             return torch.empty(args or (0,), dtype=cls.dtype, device="cuda")
         if len(args) == 1 and isinstance(args[0], torch.Size):
             return torch.empty(args[0], dtype=cls.dtype, device="cuda")

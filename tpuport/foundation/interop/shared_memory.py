@@ -21,6 +21,7 @@ from tpuport.foundation.interop import backend
 # Smaller tensors are copied as fast.
 _LEAST = 1 << 16
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NARROW = {torch.float64: torch.float32, torch.complex128: torch.complex64}
 # By the id of a living array, the tensor whose memory it reads.
 _LENT: dict[int, torch.Tensor] = {}
 
@@ -82,6 +83,25 @@ def to_torch(value: jax.Array, dtype: torch.dtype | None = None) -> torch.Tensor
     if lent is None:
         return backend.to_torch(value, dtype)
     return lazy_clone(lent).to(lent.dtype if dtype is None else dtype)
+
+
+def unnarrowed(made: torch.Tensor, value: jax.Array, original: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a float64 tensor if jax holds it in 32 bits and nothing has changed it.
+
+    Args:
+        made: what `to_torch` gives for the array, in the dtype of the tensor.
+        value: the array.
+        original: the tensor that the array was made of at first.
+    """
+    narrow = _NARROW.get(original.dtype)
+    if narrow is None or made.dtype != original.dtype or original.is_meta:
+        return made
+    if backend.torch_dtype(value.dtype) != narrow:
+        return made
+    held = original.detach().to("cpu", narrow).to(made.dtype)
+    if held.shape != made.shape or not torch.allclose(held, made, rtol=0, atol=0, equal_nan=True):
+        return made
+    return original.detach().to("cpu", copy=True)
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,10 +20,14 @@ from tpuport.reports.records import Divergence, Parity
 from tpuport.reports.wording import from_float64
 from tpuport.tracing.core import arguments
 from tpuport.tracing.core.export import to_torch
+from tpuport.tracing.core.int64 import is_64
+from tpuport.tracing.functions.inner_gradients import NeedsProgram
 from tpuport.tracing.guards import host_randomness
 from tpuport.tracing.scan_layers import stacked_params
+from tpuport.tracing.state.module_state import state_tree
 from tpuport.tracing.state.request import TraceRequest
 
+_WIDE = ("float64", "complex128")
 # An error of this size is no rounding, whatever the tolerance.
 _LARGE = 0.1
 
@@ -66,7 +70,7 @@ def _of_port(call: Call) -> Outputs | None:
     )
     try:
         dataclasses.replace(call.tracer, master=call.module).trace(request)
-    except TpuportError:
+    except (TpuportError, NeedsProgram):  # gradients that the code asks for need a program
         return None
     return got
 
@@ -169,9 +173,22 @@ def _remedy(worst: Parity, verifier: Verifier) -> str:
             " in and return it"
         )
     shows = "print(ported.report) shows every value"
+    if not is_64() and (worst.dtype in _WIDE or _holds_wide(verifier)):
+        return (
+            "the code computes in float64, which JAX holds in 32 bits:"
+            f' jax.config.update("jax_enable_x64", True) before convert; {shows}'
+        )
     if worst.problem or not worst.max_rel <= _LARGE or worst.rounding is not None:
         return (
             f"{shows}. This is more than rounding: please report it with the code of the module"
             " that differs"
         )
     return f"{shows}; convert(..., rtol=...) accepts a larger error if it is rounding"
+
+
+def _holds_wide(verifier: Verifier) -> bool:
+    """Return whether the module has a parameter or buffer in float64."""
+    if not isinstance(verifier.target, torch.nn.Module):
+        return False
+    leaves = state_tree(verifier.target).leaves.values()
+    return any(str(leaf.dtype).removeprefix("torch.") in _WIDE for leaf in leaves)

@@ -199,7 +199,7 @@ class Float64(TorchDispatchMode):
         )
 
     def _summed(self, twin: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return twin + twin.abs() * self._sum_error(seen)
+        return _but_infinities(twin, twin + twin.abs() * self._sum_error(seen))
 
     def _sum_error(self, seen: torch.Tensor) -> float:
         sign = 2.0 * float(torch.randint(2, (), generator=self._random)) - 1.0
@@ -232,9 +232,12 @@ class Float64(TorchDispatchMode):
             torch.rand(made.shape, generator=self._random, dtype=torch.float64) * 2 - 1
             for _ in "12"
         )
-        made = made + (made * first * self._unit(once) + second * size) * self.errors
-        # Of a few huge elements, such as those of a mask, the median knows nothing.
-        return made + made.abs().median() * self._sum_error(once) if moves else made
+        moved = made + (made * first * self._unit(once) + second * size) * self.errors
+        finite = made[made.isfinite()].abs()
+        if moves and finite.numel():
+            # Of a few huge elements, such as those of a mask, the median knows nothing.
+            moved = moved + finite.median() * self._sum_error(once)
+        return _but_infinities(made, moved)
 
     def _show(self, tensor: torch.Tensor) -> None:
         """Give a tensor that an op wrote to the values of its twin, which has them as in memory."""
@@ -273,6 +276,11 @@ class Float64(TorchDispatchMode):
             held.add(_address(value))
             made.append(one)
         return tree_unflatten(made, spec)
+
+
+def _but_infinities(made: torch.Tensor, moved: torch.Tensor) -> torch.Tensor:
+    """Return a result with errors, but for what is infinite, as in a mask: that has none."""
+    return torch.where(made.isfinite(), moved, made)
 
 
 @contextlib.contextmanager

@@ -66,13 +66,13 @@ def _real(value: Any) -> Any:
     return value.real + 0.5 * value.imag if is_complex else value
 
 
-def refused(out: Any, module: torch.nn.Module) -> dict[int, RuntimeError]:
+def refused(expected: Reference) -> dict[int, RuntimeError]:
     """Return what eager raises for the gradient of each result that may have one, by its number.
 
     An example is a value that was written in place after an operation kept it for backward.
     """
-    leaves = [leaf for leaf in pytree.flatten(out)[0] if isinstance(leaf, torch.Tensor)]
-    trained = [p for p in torch.nn.Module.parameters(module) if p.requires_grad]
+    leaves = [leaf for leaf in pytree.flatten(expected.out)[0] if isinstance(leaf, torch.Tensor)]
+    trained = [p for p in expected.parameters().values() if p.requires_grad]
     found: dict[int, RuntimeError] = {}
     for index, leaf in enumerate(leaf for leaf in leaves if differentiable(leaf.dtype)):
         if leaf.requires_grad:
@@ -99,16 +99,16 @@ def of_reference(
     try:
         with numbers:
             sums = projected(found.out) + projected(list(state))
-            return of_sums(sums, found.module, keep=keep)
+            return of_sums(sums, found, keep=keep)
     except DrewInBackward:
         return {}
 
 
 def of_sums(
-    sums: list[torch.Tensor], module: torch.nn.Module, *, keep: bool = False
+    sums: list[torch.Tensor], found: Reference, *, keep: bool = False
 ) -> dict[str, torch.Tensor | None]:
     """Return the gradients of sums by parameter, None for one that they do not depend on."""
-    trained = {name: p for name, p in torch.nn.Module.named_parameters(module) if p.requires_grad}
+    trained = {name: p for name, p in found.parameters().items() if p.requires_grad}
     if not sums or not trained:
         return dict.fromkeys(trained)
     with comparing_gradients(), _grads_left(trained.values()) as left:

@@ -117,6 +117,7 @@ class Reference:
     Attributes:
         out: Its result.
         module: The module after the call; None for a function.
+        before: Its parameters before the call, which may have put other tensors in their place.
         given: The arguments after the call: positional ones and keywords.
         coarsest: The tolerance of the coarsest dtype that it computed in.
         drew: Whether it drew random numbers.
@@ -129,6 +130,12 @@ class Reference:
     coarsest: float
     drew: bool = False
     numbers: SameNumbers | None = None
+    before: dict[str, torch.nn.Parameter] = dataclasses.field(default_factory=dict)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return what gradients are compared of, by name: what the call began with."""
+        made = {} if self.module is None else torch.nn.Module.named_parameters(self.module)
+        return {**dict(made), **self.before}
 
 
 # Returns eager's gradients by name.
@@ -240,11 +247,12 @@ class Verifier:
         `on_module` is called with the copy of the module that runs.
         """
         numbers = next((m for m in modes if isinstance(m, SameNumbers)), SameNumbers.of(call))
-        module = None
+        module, before = None, {}
         function: Callable[..., Any] = self.target  # type: ignore[assignment]
         if call.module is not None:
             module = self.ported._eager(call.module, call.values())
             module = eager_copy(module, trainable=call.trainable)
+            before = dict(torch.nn.Module.named_parameters(module))
             function = call.tracer.method(module, call.method)
             if on_module is not None:
                 on_module(module)
@@ -253,7 +261,7 @@ class Verifier:
         with in_eager(call, *modes, saves=self.saves):
             out = call.tracer.casting.restored(function(*args, **kwargs))
         supplied = numbers if numbers in modes else None
-        return Reference(out, module, (args, kwargs), 0.0, numbers=supplied)
+        return Reference(out, module, (args, kwargs), 0.0, numbers=supplied, before=before)
 
     # -- comparing ---------------------------------------------------------------------------------
 

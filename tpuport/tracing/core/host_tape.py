@@ -212,20 +212,23 @@ class Tape:
             flat = torch.as_strided(tensor, (count,), (1,), 0)
             return self._taken_now(self._window(tensor, (count,), (1,), 0), flat)
 
+    def is_unbalanced(self) -> bool:
+        """Return whether a branch of the trace decides about what is drawn."""
+        return type(self.count) is not int or self.count != len(self._steps)
+
     def refuse_unbalanced(self) -> None:
         """Refuse a trace in which a branch decides about what is drawn.
 
         Raises:
-            PortError: There is such a branch.
+            PortError: Always.
         """
-        if type(self.count) is not int or self.count != len(self._steps):
-            raise port_error(
-                "a branch or loop on a value of the program decides about a draw from the host's"
-                " generators, or about what is made of one",
-                code="TPU404",
-                remedy=f"draw before the branch; or {REMEDY}",
-                place=self._steps[-1].place if self._steps else None,
-            )
+        raise port_error(
+            "a branch or loop on a value of the program decides about a draw from the host's"
+            " generators, or about what is made of one",
+            code="TPU404",
+            remedy=f"draw before the branch; or {REMEDY}",
+            place=self._steps[-1].place if self._steps else None,
+        )
 
     def _number(self, value: Any) -> Ref | None:
         if not isinstance(value, sym_numbers.SYMBOLIC):

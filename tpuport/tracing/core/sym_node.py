@@ -112,12 +112,18 @@ class TracedText(str):
         return TracedText(str.__add__(other, self))
 
 
+# As a `__repr__` of the user's shapes the text of torch's own.
+_GIVES_TEXT = {"replace", "strip", "zfill", "join"}
+
+
 def _refused_to_users(name: str) -> Callable[..., Any]:
     original = getattr(str, name)
 
     def method(self: TracedText, *args: Any, **kwargs: Any) -> Any:
         if is_inside(sys._getframe(1).f_code.co_filename):
             return original(self, *args, **kwargs)
+        if name in _GIVES_TEXT:
+            return TracedText(original(self, *args, **kwargs))
         raise port_error(
             "the text of a tensor or number that depends on the program's inputs is compared or"
             " taken apart",

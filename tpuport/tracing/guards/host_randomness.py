@@ -275,11 +275,17 @@ def unchanged(roots: list[Any], how: Drawn) -> Iterator[None]:
         drawn = beside.drawn or beside.states.drawn()
     finally:
         states.restore()
-    for tape in how.tapes:
+    unbalanced = [tape for tape in how.tapes if tape.is_unbalanced()]
+    if unbalanced and not plan.host_state:
+        # A flag among the state may decide, as that of what is filled at the first call.
+        raise RestartTrace(host_state=True)
+    for tape in unbalanced:
         tape.refuse_unbalanced()
     if drawn is not None and not plan.watch_draws:
         is_on_tape = not how.can_record or plan.records_draws
         raise RestartTrace(watch_draws=is_on_tape, records_draws=not is_on_tape)
+    if drawn is not None and not plan.host_state:
+        raise RestartTrace(host_state=True)
     if drawn is not None:
         raise port_error(
             f"the function drew random numbers from {drawn} while it was traced;"

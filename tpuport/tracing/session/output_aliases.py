@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tpuport.tracing.core import storage
 from tpuport.tracing.core.arguments import result_meta
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
@@ -109,7 +110,7 @@ def memory_id(tensor: torch.Tensor) -> int:
     """Return a number that tells apart what tensors are stored in."""
     if isinstance(tensor, TracedTensor):
         return id(tensor._storage)
-    return -1 - tensor.untyped_storage()._cdata
+    return -1 - abs(storage.memory_of(tensor)[0])
 
 
 def alias_of(

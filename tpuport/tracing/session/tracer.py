@@ -18,7 +18,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, UsageError
 from tpuport.foundation.imports import uncollected
-from tpuport.foundation.interop import backend, device_mark
+from tpuport.foundation.interop import backend, device_mark, shared_memory
 from tpuport.foundation.patching.shim import Shim, installed
 from tpuport.foundation.pytree.clone import Cloner
 from tpuport.foundation.user_frames import CodePlace, is_inside
@@ -435,6 +435,7 @@ class Tracer:
                 return tensor
             if self.plan.host_state and name in known and _is_small_state(tensor):
                 value = backend.to_torch(known[name], tensor.dtype)
+                value = shared_memory.unnarrowed(value, known[name], tensor)
                 baked[name] = device_mark.tag(value) if device_mark.is_tagged(tensor) else value
                 return baked[name]
             # Without this, reading a tensor's size would go through the modes of the trace.

@@ -261,9 +261,10 @@ def refuse_new_ties(before: StateTree, after: StateTree) -> None:
                 f" self.{added[0].rpartition('.')[2]} = (tensor,)",
             )
     was, now = _groups(before), _groups(after)
+    known = before.leaves.keys() | was.keys()  # what else is kept is new: no name has an old value
     for name, group in {**was, **now}.items():
         owner = name if name in after.values else name.partition("[")[0]
-        if was.get(name) == now.get(name) or name not in {**before.leaves, **was}:
+        if name not in known or was.get(name, set()) & known == now.get(name, set()) & known:
             continue
         is_kept = name in before.registered and before.values[name] is after.values.get(name)
         if not is_kept and before.statics.get(owner) == after.statics.get(owner):

@@ -108,6 +108,29 @@ def refuse_parameter_class(name: str, value: torch.Tensor) -> None:
         )
 
 
+def refuse_wrapper(name: str, tensor: torch.Tensor, error: Exception) -> None:
+    """Refuse state whose class keeps the values in other tensors, as quantized weights do.
+
+    Args:
+        name: its name in the module.
+        tensor: a tensor of which numpy cannot have the values.
+        error: what it raised.
+
+    Raises:
+        PortError: The class takes torch's operations, as of `torch.Tensor._make_wrapper_subclass`.
+    """
+    plain: Any = torch.Tensor
+    if getattr(type(tensor), "__torch_dispatch__", None) is not plain.__torch_dispatch__:
+        kind = type(tensor).__name__
+        raise port_error(
+            f"{name} is a {kind}, which has no values of its own but in other tensors",
+            code="TPU106",
+            remedy="port the module before its weights become this (tpuport.quantize has schemes of"
+            " its own), or with plain weights: weight.dequantize(); or leave the class of the"
+            " module to eager PyTorch: `tpuport run --eager NAME`",
+        ) from error
+
+
 def refuse_closed_parameters(module: torch.nn.Module) -> None:
     """Refuse parameters of a class that lets no function of torch at its tensor.
 
