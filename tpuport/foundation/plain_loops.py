@@ -4,6 +4,40 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+class Unbound:
+    """What stands before a loop for a variable that only its rounds bind."""
+
+    def __repr__(self) -> str:
+        return "UNBOUND"
+
+
+_UNBOUND = Unbound()
+
+
+def if_bound(read: Callable[[], Any]) -> Any:
+    """Return the value of a local variable before a loop, or what stands for one without a value.
+
+    Args:
+        read: Function that reads the variable.
+    """
+    try:
+        return read()
+    except NameError:
+        return _UNBOUND
+
+
+def unbound_error() -> UnboundLocalError:
+    """Make the error for a variable that only rounds bind, after a loop without a round."""
+    return UnboundLocalError(
+        "cannot access a local variable that only the rounds of a loop bind: it had no round"
+    )
+
+
+def begins_unbound(operands: tuple[Any, ...]) -> bool:
+    """Return whether a variable of a loop is bound by none of its rounds yet."""
+    return any(one is _UNBOUND for one in operands)
+
+
 class Items:
     """What `function(*given, **named)` goes over; the call is made where the loop begins."""
 
@@ -27,7 +61,11 @@ def looped(
     stops: bool,
     tells: bool = False,
 ) -> tuple[Any, ...]:
-    """Run a loop as Python does; the arguments are those of `for_items`."""
+    """Run a loop as Python does; the arguments are those of `for_items`.
+
+    Raises:
+        UnboundLocalError: it has no round, and a variable has no value before it.
+    """
     ended = False
     for item in items:
         made = body(item, *operands)
@@ -35,4 +73,6 @@ def looped(
         if stops and made[0]:
             ended = True
             break
+    if begins_unbound(operands):
+        raise unbound_error()
     return (*operands, ended) if tells else operands

@@ -95,6 +95,7 @@ class _Loop:
         self.old: dict[int, Any] = {}
         self.inside: list[Any] = []
         self.first_serial, self.site = 0, user_line()
+        self.refuse = outside.refuse or partial(shared_write, self.site)
         self.set_outside = False
         self.memory = WrittenMemory(trace, self.leaves)
         self.containers = LoopContainers(trace.shared, self.spec.containers, outside.functions)
@@ -136,7 +137,7 @@ class _Loop:
             values = self._with_gradients(values, ran)
         made: dict[int, Any] = self.containers.staying()
         result = self._variables(values, self.kept, made)
-        self.containers.watch(made, partial(shared_write, self.site))
+        self.containers.watch(made, self.refuse)
         self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
         return result
 
@@ -173,14 +174,11 @@ class _Loop:
     def _link(self, results: list[Any], unchanged: jax.Array) -> None:
         """Link the variables after the loop to what they were before, and to one another."""
 
-        def refuse() -> BaseException:
-            return shared_write(self.site)
-
         def link(one: Any, other: Any, test: jax.Array | None) -> None:
             if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
                 test = None if other._chain else test
                 storages = one._storage, other._storage
-                self.trace.shared.add_all(*storages, test, self.trace.regions, refuse)
+                self.trace.shared.add_all(*storages, test, self.trace.regions, self.refuse)
 
         for index, (result, before) in enumerate(zip(results, self.leaves, strict=True)):
             if index not in self.kept:
@@ -379,8 +377,13 @@ class _Outside:
     value from before the loop again while none of the functions runs.
     """
 
-    def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
-        self.functions = (test, body)
+    def __init__(
+        self,
+        test: Callable[..., Any],
+        body: Callable[..., Any],
+        refuse: Callable[[], BaseException] | None,
+    ) -> None:
+        self.functions, self.refuse = (test, body), refuse
         self.owners = [one.__self__ for one in self.functions if isinstance(one, MethodType)]
         self.places: tuple[Place, ...] = ()
         # The containers that a round begins with, and what rounds wrote to besides, by their ids.
@@ -446,6 +449,26 @@ class _Outside:
             outside.write(places, before)
 
 
+def first_round(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """Run a round by itself, whose branches are merged before what follows.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values.
+
+    Returns:
+        The carried values after it.
+    """
+    trace = current()
+    if trace is None or trace.explorer is None:
+        return body(*operands)
+    held = Surroundings([test, body], operands).held
+    return trace.explorer.run_inside("round", lambda: body(*operands), [operands, *held])
+
+
 def begun_while(
     test: Callable[..., Any],
     body: Callable[..., Any],
@@ -491,9 +514,22 @@ def begun_while(
 
 
 def traced_while(
-    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    refuse: Callable[[], BaseException] | None = None,
 ) -> Any:
     """Run `while test(*operands): operands = body(*operands)` on the device.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values.
+        refuse: Function that makes what is raised where a later write would have to reach what the
+            loop's result may be; by default an error that names the loop.
+
+    Returns:
+        The carried values at the end.
 
     Raises:
         PortError: an operand changes its shape, dtype or Python value in the body, the body changes
@@ -503,7 +539,7 @@ def traced_while(
     trace = current()
     assert trace is not None
     refuse_loop()
-    outside = _Outside(test, body)
+    outside = _Outside(test, body, refuse)
     while True:
         held = outside.surroundings.read(outside.places)
         try:
