@@ -126,11 +126,48 @@ class Solvers(nn.Module):
             y = w
         return w, y
 
+    def returning(self, x: torch.Tensor) -> Any:
+        for count in range(20):
+            z = self.step(x)
+            if (z - x).abs().max() < 0.05:
+                return z, count
+            if z.sum() > 5:
+                return x * 2, -count
+            x = z
+        return x, 100
+
+    def returning_at_last(self, x: torch.Tensor) -> Any:
+        while True:
+            z = self.step(x)
+            if (z - x).abs().max() < 0.05:
+                return z
+            x = z
+
+    def raising(self, x: torch.Tensor) -> Any:
+        for _ in range(30):
+            z = self.step(x)
+            if (z - x).abs().max() < 0.05:
+                return z
+            x = z
+        raise RuntimeError("no convergence")
+
+    def with_else(self, x: torch.Tensor) -> Any:
+        count = 0
+        while count < 16:
+            x = torch.tanh(self.layer(x))
+            count += 1
+            if x.norm() < 0.9:
+                break
+        else:
+            x = x * 0
+        return x, count
+
 
 FORMS = (
     ("endless", "skipping", "nested"),
     ("known_at_first", "over_a_range", "swapped", "with_the_one_before"),
     ("accelerated", "one_after_another"),
+    ("returning", "returning_at_last", "raising", "with_else"),
 )
 CALLS = tuple(
     (normal(4, 3, seed=seed) * scale + shift,)
@@ -138,7 +175,7 @@ CALLS = tuple(
 )
 
 
-@pytest.mark.parametrize("names", FORMS, ids=["while", "range", "more"])
+@pytest.mark.parametrize("names", FORMS, ids=["while", "range", "more", "returns"])
 def test_they_are_as_in_eager_pytorch(names: tuple[str, ...]) -> None:
     scenario = Scenario("loops", lambda: Solvers(names), CALLS)
     check_calls(scenario, by_tpuport)
@@ -151,6 +188,16 @@ class Halving(nn.Module):
             y = x * 0.5
             x = y - 0.01
         return y
+
+
+def test_the_error_after_a_loop_that_does_not_return() -> None:
+    torch.manual_seed(0)
+    module, x = Solvers(("raising",)), CALLS[0][0]
+    ported = tpuport.convert(module)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)[0]), module(x)[0])
+    for one in (module, ported):
+        with pytest.raises(RuntimeError, match="no convergence"):
+            one(torch.full((4, 3), float("nan")))
 
 
 def test_a_loop_without_a_round_binds_nothing() -> None:

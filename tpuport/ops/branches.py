@@ -48,6 +48,7 @@ def while_loop(
     *,
     grows: bool = False,
     stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `while test(*operands): operands = body(*operands)`.
 
@@ -57,6 +58,7 @@ def while_loop(
         operands: The carried values at the start, by `if_bound` for what only iterations may bind.
         grows: Whether an iteration makes a tensor longer; it may change Python values, too.
         stops: Whether the body returns, before the carried values, whether the loop goes on.
+        tells: Whether to return, after the carried values, whether the test has ended the loop.
 
     Returns:
         The carried values at the end.
@@ -64,8 +66,10 @@ def while_loop(
     Raises:
         UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
     """
-    if stops:
-        return _left_while(test, body, operands, grows=grows)
+    if stops or tells:
+        run = _left_while if stops else _ended_while
+        going, *made = run(test, body, operands, grows=grows)
+        return (*made, going) if tells else tuple(made)
     if grows and _holds_traced(operands):
         from tpuport.tracing.control_flow.growing_loop import counted_while
 
@@ -104,7 +108,7 @@ def _left_while(
     *,
     grows: bool,
 ) -> tuple[Any, ...]:
-    """Run a loop whose body returns first whether it goes on, which is carried, too."""
+    """Run a loop whose body returns first whether it goes on, which is carried before the rest."""
 
     def goes_on(going: Any, *carried: Any) -> Any:
         return both(going, lambda: test(*carried))
@@ -113,7 +117,18 @@ def _left_while(
         del going
         return body(*carried)
 
-    return while_loop(goes_on, iteration, (True, *operands), grows=grows)[1:]
+    return while_loop(goes_on, iteration, (True, *operands), grows=grows)
+
+
+def _ended_while(
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    grows: bool,
+) -> tuple[Any, ...]:
+    """Run a loop that its test alone ends, and return that before the carried values."""
+    return (True, *while_loop(test, body, operands, grows=grows))
 
 
 def _first_iteration(

@@ -105,7 +105,7 @@ class Lift:
         """Return whether closures over a name stay in its block and see the same values."""
         # A closure sees what later iterations assign to its names, which a local of a new function
         # would hide.
-        if isinstance(self.node, ast.While | ast.For) or self._in_loop():
+        if isinstance(self.node, ast.While | ast.For) or in_loop(self.node, self.context):
             return False
         inside = self._inside
         closures = [node for node in self.flow.closures if node not in inside]
@@ -117,13 +117,15 @@ class Lift:
     def _inside(self) -> set[ast.AST]:
         return {node for block in self.blocks for node in walk_scope(block)}
 
-    def _in_loop(self) -> bool:
-        for parent in self.context.module.ancestors(self.node):
-            if isinstance(parent, SCOPES):
-                return False
-            if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
-                return True
-        return False
+
+def in_loop(node: ast.AST, context: Context) -> bool:
+    """Return whether a statement is in a loop of its function."""
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, SCOPES):
+            return False
+        if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
+            return True
+    return False
 
 
 def as_tuple(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from tpuport.rules._blocks import Layout
 from tpuport.rules._effects import changed_names, refuse_changed_operands, refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, end_of, is_range, refuse_loop_exits
+from tpuport.rules._loop_returns import return_after
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import NameSet, targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -40,9 +41,9 @@ class TensorWhile(Rule):
     ## Fix safety
     The fix is exact in eager PyTorch. There is none where a `while` is left by `break` or
     `continue`, or a loop by `return`, where a variable that it carries may be unbound before it,
-    or where its body writes to an object that others see. `convert` does without the first
-    three of these but for `return`: it carries whether the loop goes on, binds variables in a
-    first round of their own, and carries attributes and items that a round replaces.
+    or where its body writes to an object that others see. `convert` also rewrites such loops: it
+    carries whether the loop goes on, returns after it, binds variables in a first round of their
+    own, and carries attributes and items that a round replaces.
 
     A `lax.while_loop` has no reverse-mode gradient under plain torchax. `convert` gives it one, of
     first order: the backward pass runs the rounds again.
@@ -148,20 +149,22 @@ class TensorWhile(Rule):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        if context.is_live and isinstance(node, ast.For | ast.While) and returns(node.body):
+            return Fix((return_after(node, context),), (OPS,))  # the next pass makes it a call
         if isinstance(node, ast.For):
             return Fix((_for_edit(node, context),), (OPS,))
         assert isinstance(node, ast.While)
         function = function_around(node, context)
         if not context.is_live:
             refuse_loop_exits(node.body, context)
-        if returns(node.body) or node.orelse:
+        if returns(node.body) or (node.orelse and not context.is_live):
             raise NotFixable("it has an else block" if node.orelse else "its body returns")
         refuse_effects([node.test], context)
         flow = context.flow(function)
         if node not in flow.before:
             raise NotFixable("it is never reached")
         # The next iteration also reads the variables that the body assigns.
-        after = flow.after[node] | flow.after[node.body[-1]]
+        after = _read_later(node, context)
         # What else a round changes of a loop that makes a tensor longer is seen when it runs.
         is_live = context.is_live
         lift = Lift(node, [node.body], context, after=after, effects=is_live, unbound=is_live)
@@ -210,7 +213,6 @@ def _loop_edit(node: ast.While, carried: list[str], begun: list[str], context: C
     is_long = len(test.lines) > 1
     returned = layout.line("return (" if is_long else "return ", layout.inner) + test
     returned = returned + (")" if is_long else "")
-    state = as_tuple(carried)
     exits = list(loop_exits(node.body))
     stops = any(isinstance(one, ast.Break) for one in exits)
     going, ended = (as_tuple([one, *carried] if stops else carried) for one in ("True", "False"))
@@ -224,11 +226,18 @@ def _loop_edit(node: ast.While, carried: list[str], begun: list[str], context: C
     ]
     more = ", grows=True" if context.grows(node) else ""
     more += ", stops=True" if stops else ""
+    more += ", tells=True" if node.orelse else ""
     call = f"{OPS}.while_loop({names[0]}, {names[1]}, {as_tuple(begun)}{more})"
-    target = state if len(carried) == 1 else ", ".join(carried)
-    return layout.edit(
-        [*functions, layout.line(f"{target} = {call}" if target else call)], expressions, gap=True
-    )
+    results = list(carried)
+    after: list[Passage] = []
+    if node.orelse:
+        results.append(context.module.fresh_name(node, "going"))
+        layout.replaced = {}  # those are in the body
+        block = layout.orelse(nested=False).at(layout.inner)
+        after = [layout.line(f"if {results[-1]}:"), *([] if block is None else [block])]
+    target = as_tuple(results) if len(results) == 1 else ", ".join(results)
+    made = layout.line(f"{target} = {call}" if target else call)
+    return layout.edit([*functions, made, *after], expressions, gap=True)
 
 
 # Their calls take numbers, or give more than rows.
@@ -303,7 +312,7 @@ def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **opt
     return lift
 
 
-def _read_later(node: ast.For, context: Context) -> NameSet:
+def _read_later(node: ast.For | ast.While, context: Context) -> NameSet:
     """Return the names read after a round: by later ones, an else block and what follows."""
     flow = context.flow(function_around(node, context))
     later = flow.after[node] | flow.after[node.body[-1]]

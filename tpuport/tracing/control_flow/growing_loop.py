@@ -169,13 +169,10 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
             raise RestartTrace()
     if growth.why:
         made = as_while(trace, key, source, operands, ran) if branches else None
-        what = "one lax.while_loop, not a scan" if made is not None else "rounds compiled one by one"
-        if made is None:
-            _refuse_rounds(source, growth, plan.whole, site)
-        trace.explorer.branches[site] = f"{what}: {growth.why}"
         if made is not None:
+            trace.explorer.branches[site] = f"one lax.while_loop, not a scan: {growth.why}"
             return made
-        return _by_python(trace.explorer, site, source, operands, ran)
+        return _one_by_one(trace.explorer, site, source, growth, operands, ran)
 
     left_by = partial(left, plan.loops, key, source, growth)
     try:
@@ -196,6 +193,20 @@ def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> No
         raise not_whole(growth.why, site)
     if growth.ends:
         raise no_ends(growth.why, site)
+
+
+def _one_by_one(
+    explorer: Decider,
+    site: str,
+    source: Source,
+    growth: Growth,
+    operands: tuple[Any, ...],
+    ran: int,
+) -> tuple[Any, ...]:
+    """Run the rounds of a loop one by one, which is said."""
+    _refuse_rounds(source, growth, explorer.plan.whole, site)
+    explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
+    return _by_python(explorer, site, source, operands, ran)
 
 
 def _by_python(
