@@ -31,7 +31,7 @@ from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundin
 from tpuport.tracing.control_flow.loop_attempts import SHARES, left, next_try
 from tpuport.tracing.control_flow.loop_containers import LoopContainers
 from tpuport.tracing.control_flow.loop_items import series_of
-from tpuport.tracing.control_flow.loop_refusals import no_count, no_ends, unproved
+from tpuport.tracing.control_flow.loop_refusals import no_count, refuse_rounds, unproved
 from tpuport.tracing.control_flow.loop_sources import (
     CountedSource,
     ItemsSource,
@@ -48,7 +48,6 @@ from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.active import Decider
 from tpuport.tracing.core.context import Effects, Trace, current
-from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS, Flow
 from tpuport.tracing.core.sym_node import NumberNode
@@ -185,16 +184,6 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
     return made
 
 
-def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> None:
-    """Refuse a loop that cannot be one program, if its rounds cannot be compiled one by one."""
-    if isinstance(source, CountedSource):
-        raise no_count(growth.why, site)
-    if whole:
-        raise not_whole(growth.why, site)
-    if growth.ends:
-        raise no_ends(growth.why, site)
-
-
 def _one_by_one(
     explorer: Decider,
     site: str,
@@ -204,7 +193,7 @@ def _one_by_one(
     ran: int,
 ) -> tuple[Any, ...]:
     """Run the rounds of a loop one by one, which is said."""
-    _refuse_rounds(source, growth, explorer.plan.whole, site)
+    refuse_rounds(source, growth, explorer.plan.whole, site)
     explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
     return _by_python(explorer, site, source, operands, ran)
 
