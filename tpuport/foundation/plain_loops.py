@@ -34,7 +34,7 @@ def unbound_error() -> UnboundLocalError:
 
 
 def begins_unbound(operands: tuple[Any, ...]) -> bool:
-    """Return whether a variable of a loop is bound by none of its rounds yet."""
+    """Return whether no round of a loop has bound one of its variables yet."""
     return any(one is _UNBOUND for one in operands)
 
 
@@ -61,11 +61,7 @@ def looped(
     stops: bool,
     tells: bool = False,
 ) -> tuple[Any, ...]:
-    """Run a loop as Python does; the arguments are those of `for_items`.
-
-    Raises:
-        UnboundLocalError: it has no round, and a variable has no value before it.
-    """
+    """Run a loop as Python does; the arguments are those of `for_items`."""
     ended = False
     for item in items:
         made = body(item, *operands)
@@ -73,6 +69,4 @@ def looped(
         if stops and made[0]:
             ended = True
             break
-    if begins_unbound(operands):
-        raise unbound_error()
     return (*operands, ended) if tells else operands

@@ -194,12 +194,15 @@ def for_range(
 
     Returns:
         The carried values at the end.
+
+    Raises:
+        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
     """
     if _holds_traced(operands) or _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
-        return traced_range(numbers, body, operands, stops=stops, tells=tells)
-    return looped(numbers, body, operands, stops=stops, tells=tells)
+        return _bound(traced_range(numbers, body, operands, stops=stops, tells=tells))
+    return _bound(looped(numbers, body, operands, stops=stops, tells=tells))
 
 
 def for_items(
@@ -223,12 +226,26 @@ def for_items(
 
     Returns:
         The carried values at the end.
+
+    Raises:
+        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
     """
     if _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_items
 
-        return traced_items(items, body, operands, stops=stops, tells=tells)
-    return looped(items, body, operands, stops=stops, tells=tells)
+        return _bound(traced_items(items, body, operands, stops=stops, tells=tells))
+    return _bound(looped(items, body, operands, stops=stops, tells=tells))
+
+
+def _bound(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the variables after a loop, if all are bound.
+
+    Raises:
+        UnboundLocalError: One is not, as the loop had no round.
+    """
+    if begins_unbound(made):
+        raise unbound_error()
+    return made
 
 
 def _holds_traced(value: Any) -> bool:

@@ -582,7 +582,7 @@ class _Growing:
         pairs = [(made[at]._storage, storage) for at in self.kept for storage in before]
         pairs += [(made[one]._storage, made[other]._storage) for one, other in self.same]
         for own, other in pairs:
-            self.trace.shared.add(own, other, None, self.trace.regions[-1], self.written)
+            self.trace.shared.add_all(own, other, None, self.trace.regions, self.written)
 
 
 def _refuse_more(*, turned: bool, names: list[str]) -> None:

@@ -1,6 +1,7 @@
 """`while` loops on traced values as `lax.while_loop`."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
@@ -88,11 +89,11 @@ class _Loop:
         self.flows = [flow_of([leaf]) for leaf in leaves]
         self.failures = trace.error_code
         self.drawn = False
-        # Variables that are one after a round, those that no round replaces, and those that are
-        # other tensors from before then.
+        # Variables that may be one after a round, those that no round replaces, and those that may
+        # be other tensors from before then, with the storages of these but for the loop's own.
         self.same: list[tuple[int, int]] = []
         self.kept: set[int] = set()
-        self.old: dict[int, Any] = {}
+        self.old: dict[int, list[Storage]] = {}
         self.inside: list[Any] = []
         self.first_serial, self.site = 0, user_line()
         self.refuse = outside.refuse or partial(shared_write, self.site)
@@ -181,11 +182,14 @@ class _Loop:
                 self.trace.shared.add_all(*storages, test, self.trace.regions, self.refuse)
 
         for index, (result, before) in enumerate(zip(results, self.leaves, strict=True)):
-            if index not in self.kept:
-                old = self.old.get(index)
-                link(result, before, unchanged if old is None else None)
-                for other in [*self.leaves, old] if old is not None else ():
-                    link(result, other, None)
+            if index in self.kept:
+                continue
+            old = self.old.get(index)
+            for other in [before] if old is None else self.leaves:
+                link(result, other, unchanged if old is None else None)
+            for storage in old or ():
+                args = result._storage, storage, None, self.trace.regions
+                self.trace.shared.add_all(*args, self.refuse)
         for i, j in self.same:
             link(results[i], results[j], None)
 
@@ -297,17 +301,21 @@ class _Loop:
         return [s for s, _, _ in effects.before.values() if s is not self.failures]
 
     def _note_same(self, found: list[Any]) -> None:
-        """Note which variables share a tensor after a round."""
-        first: dict[int, int] = {}
+        """Note which variables may share a tensor after a round, or be one from before it."""
+        begun = {leaf._storage.serial for leaf in self.inside if isinstance(leaf, TracedTensor)}
+        linked: dict[int, dict[int, Storage]] = {}
         for index, leaf in enumerate(found):
             if isinstance(leaf, TracedTensor):
-                other = first.setdefault(leaf._storage.serial, index)
-                if other != index:
-                    self.same.append((other, index))
+                own = leaf._storage
+                linked[index] = {own.serial: own}
+                linked[index] |= {other.serial: other for other, _ in self.trace.shared.of(own)}
+                before = [s for s in linked[index].values() if s.serial < self.first_serial]
                 if leaf is self.inside[index]:
                     self.kept.add(index)
-                elif leaf._storage.serial < self.first_serial:
-                    self.old[index] = leaf
+                elif before:
+                    self.old[index] = [s for s in before if s.serial not in begun]
+        pairs = itertools.combinations(linked.items(), 2)
+        self.same += [(i, j) for (i, one), (j, other) in pairs if one.keys() & other.keys()]
 
     def _same_dtype(self, leaf: Any, meta: Any, before: jax.Array) -> jax.Array:
         """Return a new value from the body in the dtype that the loop carries.
