@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import tpuport
 from tpuport.compat.emulated.programs import PortWarning, programs
@@ -695,3 +696,22 @@ def test_forward_may_be_a_method_of_the_class_or_static():
         assert torch.allclose(model(x.cuda()).cpu(), expected)
         assert torch.allclose(Static.forward(x.cuda()).cpu(), Static.forward(x))
         assert torch.allclose(OfClass().forward(x.cuda()).cpu(), OfClass.forward(x))
+
+
+class Passing(TorchFunctionMode):
+    """One that passes everything on, as those that count operations do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("around", [torch.device, lambda device: Passing()], ids=["device", "own"])
+def test_a_whole_script_may_run_in_a_mode(around):
+    def use(net, device):
+        with around(device):
+            out = net(batch(device))["y"]
+            out.square().sum().backward()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            return out, norm, net.enter.weight.grad, out.device == net.enter.weight.device
+
+    close(*both(use))

@@ -4,6 +4,40 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
+class Unbound:
+    """What stands before a loop for a variable that only its rounds bind."""
+
+    def __repr__(self) -> str:
+        return "UNBOUND"
+
+
+_UNBOUND = Unbound()
+
+
+def if_bound(read: Callable[[], Any]) -> Any:
+    """Return the value of a local variable before a loop, or what stands for one without a value.
+
+    Args:
+        read: Function that reads the variable.
+    """
+    try:
+        return read()
+    except NameError:
+        return _UNBOUND
+
+
+def unbound_error() -> UnboundLocalError:
+    """Make the error for a variable that only rounds bind, after a loop without a round."""
+    return UnboundLocalError(
+        "cannot access a local variable that only the rounds of a loop bind: it had no round"
+    )
+
+
+def begins_unbound(operands: tuple[Any, ...]) -> bool:
+    """Return whether no round of a loop has bound one of its variables yet."""
+    return any(one is _UNBOUND for one in operands)
+
+
 class Items:
     """What `function(*given, **named)` goes over; the call is made where the loop begins."""
 

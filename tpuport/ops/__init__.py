@@ -6,7 +6,7 @@ With a traced value it passes the decision to the program that is being traced, 
 traced value is met.
 """
 
-from tpuport.foundation.plain_loops import Items
+from tpuport.foundation.plain_loops import Items, if_bound
 from tpuport.ops.branches import (
     both,
     check,
@@ -72,6 +72,7 @@ __all__ = [
     "for_items",
     "for_range",
     "grows",
+    "if_bound",
     "inverse",
     "is_traced",
     "item",

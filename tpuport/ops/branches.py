@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tpuport.foundation.errors import TpuportError
-from tpuport.foundation.plain_loops import looped
+from tpuport.foundation.plain_loops import begins_unbound, looped, unbound_error
 from tpuport.ops.numbers import negate, to_bool
 from tpuport.ops.traced import is_plain, is_plain_torchax, is_traced
 
@@ -47,22 +47,37 @@ def while_loop(
     operands: tuple[Any, ...],
     *,
     grows: bool = False,
+    stops: bool = False,
+    tells: bool = False,
 ) -> tuple[Any, ...]:
     """Run `while test(*operands): operands = body(*operands)`.
 
     Args:
         test: Function called with the loop's carried values before each iteration.
         body: Function called in each iteration; returns the carried values as a tuple.
-        operands: The carried values at the start.
+        operands: The carried values at the start, by `if_bound` for what only iterations may bind.
         grows: Whether an iteration makes a tensor longer; it may change Python values, too.
+        stops: Whether the body returns, before the carried values, whether the loop goes on.
+        tells: Whether to return, after the carried values, whether the test has ended the loop.
 
     Returns:
         The carried values at the end.
+
+    Raises:
+        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
     """
+    if stops or tells:
+        run = _left_while if stops else _ended_while
+        going, *made = run(test, body, operands, grows=grows)
+        return (*made, going) if tells else tuple(made)
     if grows and _holds_traced(operands):
         from tpuport.tracing.control_flow.growing_loop import counted_while
 
         return counted_while(test, body, operands)
+    while begins_unbound(operands):
+        again = test(*operands)
+        check(negate(again), unbound_error)
+        operands = _first_iteration(test, body, operands)
     ran = 0
     while True:
         again = test(*operands)
@@ -84,6 +99,46 @@ def while_loop(
             return operands
         operands = body(*operands)
         ran += 1
+
+
+def _left_while(
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    grows: bool,
+) -> tuple[Any, ...]:
+    """Run a loop whose body returns first whether it goes on, which is carried before the rest."""
+
+    def goes_on(going: Any, *carried: Any) -> Any:
+        return both(going, lambda: test(*carried))
+
+    def iteration(going: Any, *carried: Any) -> Any:
+        del going
+        return body(*carried)
+
+    return while_loop(goes_on, iteration, (True, *operands), grows=grows)
+
+
+def _ended_while(
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    *,
+    grows: bool,
+) -> tuple[Any, ...]:
+    """Run a loop that its test alone ends, and return that before the carried values."""
+    return (True, *while_loop(test, body, operands, grows=grows))
+
+
+def _first_iteration(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    if not _inside_trace():
+        return body(*operands)
+    from tpuport.tracing.control_flow.while_loop import first_round
+
+    return first_round(test, body, operands)
 
 
 def _inside_trace() -> bool:
@@ -139,12 +194,15 @@ def for_range(
 
     Returns:
         The carried values at the end.
+
+    Raises:
+        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
     """
     if _holds_traced(operands) or _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
-        return traced_range(numbers, body, operands, stops=stops, tells=tells)
-    return looped(numbers, body, operands, stops=stops, tells=tells)
+        return _bound(traced_range(numbers, body, operands, stops=stops, tells=tells))
+    return _bound(looped(numbers, body, operands, stops=stops, tells=tells))
 
 
 def for_items(
@@ -168,12 +226,26 @@ def for_items(
 
     Returns:
         The carried values at the end.
+
+    Raises:
+        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
     """
     if _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_items
 
-        return traced_items(items, body, operands, stops=stops, tells=tells)
-    return looped(items, body, operands, stops=stops, tells=tells)
+        return _bound(traced_items(items, body, operands, stops=stops, tells=tells))
+    return _bound(looped(items, body, operands, stops=stops, tells=tells))
+
+
+def _bound(made: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the variables after a loop, if all are bound.
+
+    Raises:
+        UnboundLocalError: One is not, as the loop had no round.
+    """
+    if begins_unbound(made):
+        raise unbound_error()
+    return made
 
 
 def _holds_traced(value: Any) -> bool:

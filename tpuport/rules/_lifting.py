@@ -27,6 +27,7 @@ class Lift:
         effects: Whether the blocks still run exactly when they did, which makes effects safe.
         given: Names that are parameters of the functions anyway.
         merges: Whether what reads the functions merges changes of the operands.
+        unbound: Whether operands may be unbound before `node`, which the caller sees to.
 
     Attributes:
         outputs: Names that a block assigns and that are read later.
@@ -48,6 +49,7 @@ class Lift:
         effects: bool = False,
         given: NameSet = NOTHING,
         merges: bool = False,
+        unbound: bool = False,
     ) -> None:
         self.node, self.blocks, self.context, self.ends = node, blocks, context, ends
         self.flow: NameFlow = context.flow(function_around(node, context))
@@ -58,7 +60,7 @@ class Lift:
         live = self.flow.after[node] if after is None else after
         self.outputs = [] if ends else [name for name in self.assigned if name in live]
         self._check_names()
-        self.operands = self._operands(given)
+        self.operands = self._operands(given, unbound=unbound)
         changed = [name for b in blocks for name in changed_names(b)] if merges else []
         known = [name for name in dict.fromkeys(changed) if name in self.bound_before]
         self.operands += [name for name in known if name not in self.operands]
@@ -71,7 +73,7 @@ class Lift:
         """Return the operands as a last argument; an empty list if there are none."""
         return [as_tuple(self.operands)] if self.operands else []
 
-    def _operands(self, given: NameSet) -> list[str]:
+    def _operands(self, given: NameSet, *, unbound: bool) -> list[str]:
         needed: set[str] = set()
         for block in self.blocks:
             bound, _ = self.flow.names(block)
@@ -81,7 +83,7 @@ class Lift:
             needed |= entering & (set(bound) | set(self.outputs))
         operands = [name for name in self.assigned if name in needed and name not in given]
         for name in operands:
-            if name not in self.bound_before:
+            if name not in self.bound_before and not unbound:
                 raise NotFixable(f"{name} may be unbound: it has no value on every path")
         return operands
 
@@ -103,7 +105,7 @@ class Lift:
         """Return whether closures over a name stay in its block and see the same values."""
         # A closure sees what later iterations assign to its names, which a local of a new function
         # would hide.
-        if isinstance(self.node, ast.While | ast.For) or self._in_loop():
+        if isinstance(self.node, ast.While | ast.For) or in_loop(self.node, self.context):
             return False
         inside = self._inside
         closures = [node for node in self.flow.closures if node not in inside]
@@ -115,13 +117,15 @@ class Lift:
     def _inside(self) -> set[ast.AST]:
         return {node for block in self.blocks for node in walk_scope(block)}
 
-    def _in_loop(self) -> bool:
-        for parent in self.context.module.ancestors(self.node):
-            if isinstance(parent, SCOPES):
-                return False
-            if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
-                return True
-        return False
+
+def in_loop(node: ast.AST, context: Context) -> bool:
+    """Return whether a statement is in a loop of its function."""
+    for parent in context.module.ancestors(node):
+        if isinstance(parent, SCOPES):
+            return False
+        if isinstance(parent, ast.For | ast.AsyncFor | ast.While):
+            return True
+    return False
 
 
 def as_tuple(names: Sequence[str]) -> str:

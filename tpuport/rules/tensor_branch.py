@@ -4,7 +4,7 @@ import ast
 
 from tpuport.rules._blocks import Layout, StatementBlock
 from tpuport.rules._expressions import OPS, Expressions, function_around
-from tpuport.rules._lifting import Lift, end_of, refuse_loop_exits
+from tpuport.rules._lifting import Lift, end_of, in_loop, refuse_loop_exits
 from tpuport.rules._reports import is_report
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import NameSet
@@ -384,9 +384,10 @@ class _BranchFix:
         ends_function = self.parent is self.function and self.is_parent_body
         if any(falls) and not ends_function and not leaves(following):
             # Once the branch around it is fixed, this block is the body of a function and ends
-            # there: a later pass can fix it.
-            around = self.parent
-            waits = isinstance(around, ast.If) and self.context.asks_traced(around.test)
+            # there: a later pass can fix it. So is that of a loop which `convert` rewrites.
+            around, waits = self.parent, self.context.is_live and in_loop(self.node, self.context)
+            if isinstance(around, ast.If):
+                waits = waits or self.context.asks_traced(around.test)
             raise NotFixable("it returns, but its block goes on after it", pins=not waits)
         self.ends = True
         sides = [self.layout.body()], [self.layout.orelse()]

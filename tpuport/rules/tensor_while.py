@@ -8,6 +8,7 @@ from tpuport.rules._blocks import Layout
 from tpuport.rules._effects import changed_names, refuse_changed_operands, refuse_effects
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, end_of, is_range, refuse_loop_exits
+from tpuport.rules._loop_returns import return_after
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import NameSet, targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -40,8 +41,9 @@ class TensorWhile(Rule):
     ## Fix safety
     The fix is exact in eager PyTorch. There is none where a `while` is left by `break` or
     `continue`, or a loop by `return`, where a variable that it carries may be unbound before it,
-    or where its body writes to an object that others see; `convert` carries attributes and items
-    that a round replaces.
+    or where its body writes to an object that others see. `convert` also rewrites such loops: it
+    carries whether the loop goes on, returns after it, binds variables in a first round of their
+    own, and carries attributes and items that a round replaces.
 
     A `lax.while_loop` has no reverse-mode gradient under plain torchax. `convert` gives it one, of
     first order: the backward pass runs the rounds again.
@@ -135,7 +137,8 @@ class TensorWhile(Rule):
     )
 
     def visit_While(self, node: ast.While, context: Context) -> None:
-        if context.asks_traced(node.test):
+        # A trace also finds those whose rounds branch, such as `while True` with a `break`.
+        if context.asks_traced(node.test) or (context.is_live and context.grows(node)):
             context.report(self, node, test=node.test)
 
     def visit_For(self, node: ast.For, context: Context) -> None:
@@ -146,36 +149,63 @@ class TensorWhile(Rule):
             context.report(self, node, test=node.iter)
 
     def fix(self, node: ast.AST, context: Context) -> Fix:
+        if context.is_live and isinstance(node, ast.For | ast.While) and returns(node.body):
+            return Fix((return_after(node, context),), (OPS,))  # the next pass makes it a call
         if isinstance(node, ast.For):
             return Fix((_for_edit(node, context),), (OPS,))
         assert isinstance(node, ast.While)
         function = function_around(node, context)
-        refuse_loop_exits(node.body, context)
-        if returns(node.body) or node.orelse:
+        if not context.is_live:
+            refuse_loop_exits(node.body, context)
+        if returns(node.body) or (node.orelse and not context.is_live):
             raise NotFixable("it has an else block" if node.orelse else "its body returns")
         refuse_effects([node.test], context)
         flow = context.flow(function)
         if node not in flow.before:
             raise NotFixable("it is never reached")
         # The next iteration also reads the variables that the body assigns.
-        after = flow.after[node] | flow.after[node.body[-1]]
+        after = _read_later(node, context)
         # What else a round changes of a loop that makes a tensor longer is seen when it runs.
-        lift = Lift(node, [node.body], context, after=after, effects=context.is_live)
+        is_live = context.is_live
+        lift = Lift(node, [node.body], context, after=after, effects=is_live, unbound=is_live)
         if context.is_live and not context.grows(node):
             changed = changed_names(node.body)
             known = {"merged": changed, "watched": ("self",)}
             refuse_effects(node.body, context, entering=lift.operands, **known)
         refuse_changed_operands(node.body, context, carried=lift.outputs)
-        for name in lift.outputs:
-            if name not in lift.bound_before:
-                raise NotFixable(f"{name} may be unbound before the loop")
+        begun = _begun(lift, flow.after[node])
         if not lift.outputs and not context.is_live:
             raise NotFixable("no variable that its test could read changes in its body")
-        return Fix((_loop_edit(node, lift.outputs, context),), (OPS,))
+        return Fix((_loop_edit(node, lift.outputs, begun, context),), (OPS,))
 
 
-def _loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
-    """Return the edit that makes a loop two functions and a call of `tpuport.ops.while_loop`."""
+def _begun(lift: Lift, after: NameSet) -> list[str]:
+    """Return what the variables of a loop begin with.
+
+    Those that may be unbound have a round of their own in a trace, which binds them.
+
+    Args:
+        lift: The loop.
+        after: The names read after it.
+
+    Raises:
+        NotFixable: a loop without a round would read one, or its later rounds alone read one.
+    """
+    for name in lift.outputs:
+        if name not in lift.bound_before and not (lift.context.is_live and name in after):
+            raise NotFixable(f"{name} may be unbound before the loop")
+    return [n if n in lift.bound_before else _if_bound(n) for n in lift.outputs]
+
+
+def _if_bound(name: str) -> str:
+    return f"{OPS}.if_bound(lambda: {name})"
+
+
+def _loop_edit(node: ast.While, carried: list[str], begun: list[str], context: Context) -> Edit:
+    """Return the edit that makes a loop two functions and a call of `tpuport.ops.while_loop`.
+
+    The second one returns first whether the loop goes on, if it has a `break`.
+    """
     layout, expressions = Layout(node, context), Expressions(context)
     names = [context.module.fresh_name(node, name) for name in ("loop_test", "loop_body")]
     with expressions.moving(node.test):
@@ -183,18 +213,31 @@ def _loop_edit(node: ast.While, carried: list[str], context: Context) -> Edit:
     is_long = len(test.lines) > 1
     returned = layout.line("return (" if is_long else "return ", layout.inner) + test
     returned = returned + (")" if is_long else "")
-    state = as_tuple(carried)
-    result = layout.line(f"return {state}", layout.inner)
+    exits = list(loop_exits(node.body))
+    stops = any(isinstance(one, ast.Break) for one in exits)
+    going, ended = (as_tuple([one, *carried] if stops else carried) for one in ("True", "False"))
+    layout.replaced = {
+        one: f"return {ended if isinstance(one, ast.Break) else going}" for one in exits
+    }
+    result = layout.line(f"return {going}", layout.inner)
     functions = [
         layout.function(names[0], carried, returned),
         layout.function(names[1], carried, layout.body().at(layout.inner), result),
     ]
     more = ", grows=True" if context.grows(node) else ""
-    call = f"{OPS}.while_loop({names[0]}, {names[1]}, {state}{more})"
-    target = state if len(carried) == 1 else ", ".join(carried)
-    return layout.edit(
-        [*functions, layout.line(f"{target} = {call}" if target else call)], expressions, gap=True
-    )
+    more += ", stops=True" if stops else ""
+    more += ", tells=True" if node.orelse else ""
+    call = f"{OPS}.while_loop({names[0]}, {names[1]}, {as_tuple(begun)}{more})"
+    results = list(carried)
+    after: list[Passage] = []
+    if node.orelse:
+        results.append(context.module.fresh_name(node, "going"))
+        layout.replaced = {}  # those are in the body
+        block = layout.orelse(nested=False).at(layout.inner)
+        after = [layout.line(f"if {results[-1]}:"), *([] if block is None else [block])]
+    target = as_tuple(results) if len(results) == 1 else ", ".join(results)
+    made = layout.line(f"{target} = {call}" if target else call)
+    return layout.edit([*functions, made, *after], expressions, gap=True)
 
 
 # Their calls take numbers, or give more than rows.
@@ -237,7 +280,7 @@ def _counted_edit(node: ast.For, context: Context, function: str) -> Edit:
             raise NotFixable("its body yields, awaits or deletes a name")
     # What else a round changes is seen when it runs.
     end = end_of(node, over_items=function == "for_items")
-    lift = _lifted(node, context, end=end, effects=True)
+    lift = _lifted(node, context, end=end, effects=True, unbound=True)
     stops = any(isinstance(one, ast.Break) for one in loop_exits(node.body))
     more = ("stops=True",) if stops else ()
     return _call_edit(node, lift, context, function, *more, end=end)
@@ -265,13 +308,11 @@ def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **opt
     if (read := given & after) and "merges" in options:
         raise NotFixable(f"{min(read)} is read after the loop")
     lift = Lift(node, [node.body], context, after=after, given=given, **options)
-    for name in lift.outputs:
-        if name not in lift.bound_before:
-            raise NotFixable(f"{name} may be unbound before the loop")
+    _begun(lift, frozenset() if "merges" in options else flow.after[node])
     return lift
 
 
-def _read_later(node: ast.For, context: Context) -> NameSet:
+def _read_later(node: ast.For | ast.While, context: Context) -> NameSet:
     """Return the names read after a round: by later ones, an else block and what follows."""
     flow = context.flow(function_around(node, context))
     later = flow.after[node] | flow.after[node.body[-1]]
@@ -325,7 +366,8 @@ def _call_edit(
         after = [test, *([] if block is None else [block])]
     bound = f"{as_tuple(results)} = " if results else ""
     # A range without numbers leaves the loop's own name as it was.
-    begun = [n if n in lift.bound_before or n not in targets_read else "None" for n in outputs]
+    own = dict.fromkeys(targets_read, "None")
+    begun = [n if n in lift.bound_before else own.get(n) or _if_bound(n) for n in outputs]
     is_apart = function == "for_items"
     over = _items(node.iter, expressions) if is_apart else _range(node.iter, expressions)
     arguments = [over, name, as_tuple(begun) if begun else state, *more]

@@ -93,15 +93,21 @@ _OURS = tuple(f"tpuport.{room}" for room in ("foundation", "model", "ops", "trac
 def _asked_by_us() -> bool:
     """Return whether tpuport's own code reads an attribute: it needs the real device."""
     # Frame 3 reads the attribute: below it are the mode, its handler and this function.
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None and frame.f_globals.get("__name__") == "tpuport.tracing.session.modes":
-        frame = frame.f_back  # a running trace passes on what user code asked
-    name = "" if frame is None else frame.f_globals.get("__name__", "")
+    name = _asker(sys._getframe(3))
     return name.startswith(_OURS) and not name.startswith("tpuport.tracing.patches")
 
 
-def _caller(depth: int) -> str:
-    return sys._getframe(depth).f_globals.get("__name__", "")
+def _asker(frame: FrameType | None) -> str:
+    """Return the module of the code that asked, which a running trace and other modes pass on.
+
+    One of those modes is `with torch.device("cuda"):`.
+    """
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_function__"
+        or frame.f_globals.get("__name__") == "tpuport.tracing.session.modes"
+    ):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")
 
 
 @handles(_getter("device"))
@@ -272,7 +278,7 @@ def _packed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @handles(torch.Tensor.untyped_storage)
 def _storage(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     storage = func(*args, **kwargs)
-    if hasattr(storage, MARK) and not _caller(3).startswith("tpuport."):
+    if hasattr(storage, MARK) and not _asker(sys._getframe(2)).startswith("tpuport."):
         # A script may write to the storage itself, which cannot be noticed.
         getattr(storage, MARK).writes += 1
     return storage

@@ -8,6 +8,7 @@ Python, round by round.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -30,7 +31,7 @@ from tpuport.tracing.control_flow.growth import Growth, Place, Plain, Surroundin
 from tpuport.tracing.control_flow.loop_attempts import SHARES, left, next_try
 from tpuport.tracing.control_flow.loop_containers import LoopContainers
 from tpuport.tracing.control_flow.loop_items import series_of
-from tpuport.tracing.control_flow.loop_refusals import no_count, no_ends, unproved
+from tpuport.tracing.control_flow.loop_refusals import no_count, refuse_rounds, unproved
 from tpuport.tracing.control_flow.loop_sources import (
     CountedSource,
     ItemsSource,
@@ -40,13 +41,13 @@ from tpuport.tracing.control_flow.loop_sources import (
     is_traced,
 )
 from tpuport.tracing.control_flow.merge import Decisions, branch_leaf, leaf_value
+from tpuport.tracing.control_flow.range_as_while import as_while
 from tpuport.tracing.control_flow.reached import read_outside
 from tpuport.tracing.control_flow.while_loop import traced_while
 from tpuport.tracing.control_flow.written_memory import WrittenMemory
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.active import Decider
 from tpuport.tracing.core.context import Effects, Trace, current
-from tpuport.tracing.core.loop_sites import not_whole
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS, Flow
 from tpuport.tracing.core.sym_node import NumberNode
@@ -166,9 +167,11 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
         if ended or not growth.why:
             raise RestartTrace()
     if growth.why:
-        _refuse_rounds(source, growth, plan.whole, site)
-        trace.explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
-        return _by_python(trace.explorer, site, source, operands, ran)
+        made = as_while(trace, key, source, operands, ran) if branches else None
+        if made is not None:
+            trace.explorer.branches[site] = f"one lax.while_loop, not a scan: {growth.why}"
+            return made
+        return _one_by_one(trace.explorer, site, source, growth, operands, ran)
 
     left_by = partial(left, plan.loops, key, source, growth)
     try:
@@ -181,14 +184,18 @@ def _run(source: Source, operands: tuple[Any, ...], *, is_short: bool = False) -
     return made
 
 
-def _refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> None:
-    """Refuse a loop that cannot be one program, if its rounds cannot be compiled one by one."""
-    if isinstance(source, CountedSource):
-        raise no_count(growth.why, site)
-    if whole:
-        raise not_whole(growth.why, site)
-    if growth.ends:
-        raise no_ends(growth.why, site)
+def _one_by_one(
+    explorer: Decider,
+    site: str,
+    source: Source,
+    growth: Growth,
+    operands: tuple[Any, ...],
+    ran: int,
+) -> tuple[Any, ...]:
+    """Run the rounds of a loop one by one, which is said."""
+    refuse_rounds(source, growth, explorer.plan.whole, site)
+    explorer.branches[site] = f"rounds compiled one by one: {growth.why}"
+    return _by_python(explorer, site, source, operands, ran)
 
 
 def _by_python(
@@ -253,8 +260,9 @@ class _Growing:
         self.failures = trace.error_code
         self.rounds = self._counted(source)
         self.drawn = False
-        # The variables that a round may leave as they are.
+        # The variables that may be what a round began with, and those that are one after a round.
         self.kept: set[int] = set()
+        self.same: list[tuple[int, int]] = []
         self.memory = WrittenMemory(trace, self.leaves)
         count = None if source.may_end else self.rounds
         self.containers = LoopContainers(
@@ -548,28 +556,33 @@ class _Growing:
             raise unproved("a round writes to what is not a variable of the loop")
 
     def _refuse_shared(self, found: list[Any], first: int, inside: list[Any]) -> None:
-        """Refuse results that share memory with another tensor, and note those that may be what the
-        round began with: nobody else has that.
+        """Refuse results that share memory with a tensor from before the round, and note those that
+        share it with each other, or may be what the round began with: nobody else has that.
         """
         begun = {leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)}
         known = all(isinstance(v, TracedTensor) or one.dtype is None for v, one in self._pairs())
         others = [(at, leaf) for at, leaf in enumerate(found) if at not in self.memory.given]
         storages = {at: leaf._storage for at, leaf in others if isinstance(leaf, TracedTensor)}
-        serials = [storage.serial for storage in storages.values()]
-        links = {at: [o.serial for o, _ in self.trace.shared.of(s)] for at, s in storages.items()}
-        self.kept = {at for at, linked in links.items() if linked}
-        apart = not known or any(not begun.issuperset(linked) for linked in links.values())
-        shared = len(set(serials)) < len(serials) or any(s < first for s in serials)
-        if shared or (self.kept and apart):
+        links = {
+            at: {s.serial, *(other.serial for other, _ in self.trace.shared.of(s))}
+            for at, s in storages.items()
+        }
+        self.kept = {at for at, linked in links.items() if linked & begun}
+        before = any(s < first and s not in begun for linked in links.values() for s in linked)
+        if before or (self.kept and not known):
             raise unproved("a variable shares memory with another tensor")
+        pairs = itertools.combinations(links.items(), 2)
+        self.same = [(one, other) for (one, a), (other, b) in pairs if a & b]
 
     def _link(self, made: list[Any]) -> None:
-        """Link the variables that may be what the loop began with, for later writes."""
+        """Link the variables that may be what the loop began with, or one another, for later
+        writes.
+        """
         before = [leaf._storage for leaf in self.leaves if isinstance(leaf, TracedTensor)]
-        for at in self.kept:
-            for storage in before:
-                own, region = made[at]._storage, self.trace.regions[-1]
-                self.trace.shared.add(own, storage, None, region, self.written)
+        pairs = [(made[at]._storage, storage) for at in self.kept for storage in before]
+        pairs += [(made[one]._storage, made[other]._storage) for one, other in self.same]
+        for own, other in pairs:
+            self.trace.shared.add_all(own, other, None, self.trace.regions, self.written)
 
 
 def _refuse_more(*, turned: bool, names: list[str]) -> None:

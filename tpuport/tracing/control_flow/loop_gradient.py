@@ -84,11 +84,7 @@ class _Differentiable:
         given = [tangents[i] for i in moving]
         made = linear_call(self._pushed(moving), self._pulled(moving), (primals, saved), given)
         rest = iter(made)
-        full = [
-            next(rest) if _has_gradient(x) else jax.numpy.zeros(x.shape, jax.dtypes.float0)
-            for x in out
-        ]
-        return out, full
+        return out, [next(rest) if _has_gradient(x) else _no_tangent(x) for x in out]
 
     def _saving(self, primals: _Values) -> tuple[_Values, Any]:
         """Run the loop and keep the values before some rounds."""
@@ -208,6 +204,14 @@ def _open(closed: ClosedJaxpr) -> Callable[..., _Values]:
 def _has_gradient(value: jax.Array) -> bool:
     """Return whether derivatives pass through a value: wide ones are Python numbers."""
     return jnp.issubdtype(value.dtype, jnp.inexact) and not int64.is_wide(value)
+
+
+def _no_tangent(value: jax.Array) -> Any:
+    """Return the tangent of a value through which no derivative passes."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros(value.shape, jax.dtypes.float0)
+    with int64.scope():
+        return jnp.zeros_like(value)
 
 
 def _first_order(value: jax.Array, refusal: PortError) -> jax.Array:

@@ -1,7 +1,10 @@
 """The refusals of loops that cannot be one program."""
 
 from tpuport.foundation.errors import PortError
+from tpuport.tracing.control_flow.growth import Growth
+from tpuport.tracing.control_flow.loop_sources import CountedSource, Source
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.loop_sites import not_whole
 
 _CANNOT = "the loop cannot be one program: "
 
@@ -37,3 +40,13 @@ def unproved(why: str) -> PortError:
         code="TPU104",
         remedy="write the results into a tensor that has its full size before the loop",
     )
+
+
+def refuse_rounds(source: Source, growth: Growth, whole: bool, site: str) -> None:
+    """Refuse a loop that cannot be one program, if its rounds cannot be compiled one by one."""
+    if isinstance(source, CountedSource):
+        raise no_count(growth.why, site)
+    if whole:
+        raise not_whole(growth.why, site)
+    if growth.ends:
+        raise no_ends(growth.why, site)

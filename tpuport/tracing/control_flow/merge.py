@@ -168,13 +168,15 @@ def merge(
     apart: Refusal,
     snapshot: Snapshot | None = None,
     explorable: bool = False,
+    first: bool = True,
     unlike: Callable[[], None] = lambda: None,
 ) -> Any:
     """Run both sides of a branch as one `lax.cond`.
 
     `apart` makes the error for a later write to what is a tensor from outside on one side.
 
-    Return `Forced` if one side raises: the caller makes the condition a check. Return `Unlike` if
+    Return `Forced` if one side raises: the caller makes the condition a check. The side of the
+    outcome `first` is traced first, and the other one not if that raises. Return `Unlike` if
     the sides differ and the branch is `explorable`: the caller explores what follows it. If it is
     not, `unlike` may ask for another trace.
 
@@ -182,15 +184,20 @@ def merge(
         PortError: the sides differ in structure, shape, dtype or Python values.
     """
     test = jnp.reshape(test, ()).astype(bool)
-    draws, decisions, sides = trace.draws, Decisions(trace), []
+    draws, decisions = trace.draws, Decisions(trace)
     before = from_before(snapshot, trace.shared)
-    for thunk in (then, orelse):
+    thunks, traced = {True: then, False: orelse}, dict[bool, _Side]()
+    found: Any = None
+    for outcome in (first, not first):
         if snapshot is not None:
             snapshot.restore()
         trace.draws = draws
-        sides.append(_traced_side(trace, thunk, snapshot, before))
+        traced[outcome] = _traced_side(trace, thunks[outcome], snapshot, before)
+        found = _only_outcome(test, outcome, traced[outcome].error)
+        if found is not None:
+            break  # what follows on the other side is traced once, after the check
     trace.draws = draws
-    found: Any = _only_outcome(test, sides)
+    sides = [traced[outcome] for outcome in (True, False) if outcome in traced]
     if snapshot is not None and found is None:
         snapshot.restore()
         _align(sides, snapshot)
@@ -399,18 +406,14 @@ def _merged_value(leaf: Any, value: Any, meta: Any, wide: bool) -> jax.Array:
         return value.astype(jnp.int64 if wide else sym_numbers.DTYPES[number_kind(meta)])
 
 
-def _only_outcome(test: jax.Array, sides: list[_Side]) -> Forced | None:
-    """Return the other outcome if one side raises."""
-    for side, other, outcome in ((sides[0], sides[1], False), (sides[1], sides[0], True)):
-        if side.error is not None:
-            if other.error is not None:
-                raise side.error
-            # The check for it outlives the sides, whose values must not: a block around them would
-            # hand them on as results of its own.
-            forget(side.error)
-            failed = test if outcome is False else jnp.logical_not(test)
-            return Forced(outcome, failed, side.error)
-    return None
+def _only_outcome(test: jax.Array, outcome: bool, error: Exception | None) -> Forced | None:
+    """Return the other outcome if the side of this one raises."""
+    if error is None:
+        return None
+    # The check for it outlives the sides, whose values must not: a block around them would hand
+    # them on as results of its own.
+    forget(error)
+    return Forced(not outcome, test if outcome else jnp.logical_not(test), error)
 
 
 def branch_leaf(value: Any) -> bool:

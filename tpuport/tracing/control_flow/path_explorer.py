@@ -22,6 +22,7 @@ from tpuport.tracing.control_flow.same_value import recipe
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import inside_try, port_error
 from tpuport.tracing.core.loop_sites import ask_for, branching_loops
+from tpuport.tracing.core.raising import raising_outcome
 from tpuport.tracing.core.speculation import RestartTrace, SpeculationLog, UndecidedBranch
 from tpuport.tracing.core.transforms import transforming
 
@@ -61,6 +62,10 @@ class Unit:
     grad: bool = field(default_factory=torch.is_grad_enabled)
     ends: set[bool] = field(default_factory=set)
 
+    def branches(self, path: tuple[bool, ...]) -> int:
+        """Return how many branches on a path are none of which one side raises."""
+        return sum(path[:count] not in self.known for count in range(len(path)))
+
     def end(self, site: str) -> None:
         """Note that a path has ended.
 
@@ -89,6 +94,8 @@ class Explorer:
         # of the body must not leave it, so those units cannot explore its branches.
         self.outside = 0
         self.branches: dict[str, str] = {}
+        # The outcome for which a line has raised.
+        self.raising: dict[str, bool] = {}
         # The lines of the rewritten loops whose rounds run one by one now.
         self.unrolled: list[str] = []
 
@@ -125,7 +132,8 @@ class Explorer:
         loops = branching_loops()
         if unit.sites[site] >= _MANY_AT_ONE_LINE:
             ask_for(loops, self.unrolled)
-        unit.undecided = UndecidedBranch(value, site, loops, [*self.unrolled])
+        first = self.raising.get(site, raising_outcome() is not False)
+        unit.undecided = UndecidedBranch(value, site, loops, [*self.unrolled], first)
         raise unit.undecided
 
     def choose(self, value: jax.Array, low: int, high: int) -> int:
@@ -188,7 +196,7 @@ class Explorer:
         draws = self.trace.draws
         while True:
             unit.runs += 1
-            if unit.runs > _MAX_RUNS or len(path) > MAX_BRANCHES:
+            if unit.runs > _MAX_RUNS or unit.branches(path) > MAX_BRANCHES:
                 raise _too_many_paths(unit)
             snapshot.restore()
             torch.set_grad_enabled(unit.grad)
@@ -225,11 +233,13 @@ class Explorer:
                 site=pending.site,
                 apart=lambda: self._apart(unit, site),  # noqa: B023
                 snapshot=snapshot,
+                first=pending.first,
                 unlike=partial(ask_for, pending.loops, pending.unrolled),
             )
             if isinstance(merged, Forced):
                 self._refuse_caught(unit, merged.error, site)
                 unit.known[prefix] = _OnlyOutcome(merged.outcome, merged.error, site)
+                self.raising[site] = not merged.outcome
                 self.branches[site] = "lifted check"
                 continue
             return merged

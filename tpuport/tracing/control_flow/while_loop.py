@@ -1,6 +1,7 @@
 """`while` loops on traced values as `lax.while_loop`."""
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import MethodType
@@ -88,13 +89,14 @@ class _Loop:
         self.flows = [flow_of([leaf]) for leaf in leaves]
         self.failures = trace.error_code
         self.drawn = False
-        # Variables that are one after a round, those that no round replaces, and those that are
-        # other tensors from before then.
+        # Variables that may be one after a round, those that no round replaces, and those that may
+        # be other tensors from before then, with the storages of these but for the loop's own.
         self.same: list[tuple[int, int]] = []
         self.kept: set[int] = set()
-        self.old: dict[int, Any] = {}
+        self.old: dict[int, list[Storage]] = {}
         self.inside: list[Any] = []
         self.first_serial, self.site = 0, user_line()
+        self.refuse = outside.refuse or partial(shared_write, self.site)
         self.set_outside = False
         self.memory = WrittenMemory(trace, self.leaves)
         self.containers = LoopContainers(trace.shared, self.spec.containers, outside.functions)
@@ -136,7 +138,7 @@ class _Loop:
             values = self._with_gradients(values, ran)
         made: dict[int, Any] = self.containers.staying()
         result = self._variables(values, self.kept, made)
-        self.containers.watch(made, partial(shared_write, self.site))
+        self.containers.watch(made, self.refuse)
         self._link(pytree.flatten(result, leaf=branch_leaf, shared=False)[0], ~ran)
         return result
 
@@ -173,21 +175,21 @@ class _Loop:
     def _link(self, results: list[Any], unchanged: jax.Array) -> None:
         """Link the variables after the loop to what they were before, and to one another."""
 
-        def refuse() -> BaseException:
-            return shared_write(self.site)
-
         def link(one: Any, other: Any, test: jax.Array | None) -> None:
             if isinstance(one, TracedTensor) and isinstance(other, TracedTensor):
                 test = None if other._chain else test
                 storages = one._storage, other._storage
-                self.trace.shared.add_all(*storages, test, self.trace.regions, refuse)
+                self.trace.shared.add_all(*storages, test, self.trace.regions, self.refuse)
 
         for index, (result, before) in enumerate(zip(results, self.leaves, strict=True)):
-            if index not in self.kept:
-                old = self.old.get(index)
-                link(result, before, unchanged if old is None else None)
-                for other in [*self.leaves, old] if old is not None else ():
-                    link(result, other, None)
+            if index in self.kept:
+                continue
+            old = self.old.get(index)
+            for other in [before] if old is None else self.leaves:
+                link(result, other, unchanged if old is None else None)
+            for storage in old or ():
+                args = result._storage, storage, None, self.trace.regions
+                self.trace.shared.add_all(*args, self.refuse)
         for i, j in self.same:
             link(results[i], results[j], None)
 
@@ -299,17 +301,21 @@ class _Loop:
         return [s for s, _, _ in effects.before.values() if s is not self.failures]
 
     def _note_same(self, found: list[Any]) -> None:
-        """Note which variables share a tensor after a round."""
-        first: dict[int, int] = {}
+        """Note which variables may share a tensor after a round, or be one from before it."""
+        begun = {leaf._storage.serial for leaf in self.inside if isinstance(leaf, TracedTensor)}
+        linked: dict[int, dict[int, Storage]] = {}
         for index, leaf in enumerate(found):
             if isinstance(leaf, TracedTensor):
-                other = first.setdefault(leaf._storage.serial, index)
-                if other != index:
-                    self.same.append((other, index))
+                own = leaf._storage
+                linked[index] = {own.serial: own}
+                linked[index] |= {other.serial: other for other, _ in self.trace.shared.of(own)}
+                before = [s for s in linked[index].values() if s.serial < self.first_serial]
                 if leaf is self.inside[index]:
                     self.kept.add(index)
-                elif leaf._storage.serial < self.first_serial:
-                    self.old[index] = leaf
+                elif before:
+                    self.old[index] = [s for s in before if s.serial not in begun]
+        pairs = itertools.combinations(linked.items(), 2)
+        self.same += [(i, j) for (i, one), (j, other) in pairs if one.keys() & other.keys()]
 
     def _same_dtype(self, leaf: Any, meta: Any, before: jax.Array) -> jax.Array:
         """Return a new value from the body in the dtype that the loop carries.
@@ -379,8 +385,13 @@ class _Outside:
     value from before the loop again while none of the functions runs.
     """
 
-    def __init__(self, test: Callable[..., Any], body: Callable[..., Any]) -> None:
-        self.functions = (test, body)
+    def __init__(
+        self,
+        test: Callable[..., Any],
+        body: Callable[..., Any],
+        refuse: Callable[[], BaseException] | None,
+    ) -> None:
+        self.functions, self.refuse = (test, body), refuse
         self.owners = [one.__self__ for one in self.functions if isinstance(one, MethodType)]
         self.places: tuple[Place, ...] = ()
         # The containers that a round begins with, and what rounds wrote to besides, by their ids.
@@ -446,6 +457,26 @@ class _Outside:
             outside.write(places, before)
 
 
+def first_round(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> Any:
+    """Run a round by itself, whose branches are merged before what follows.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values.
+
+    Returns:
+        The carried values after it.
+    """
+    trace = current()
+    if trace is None or trace.explorer is None:
+        return body(*operands)
+    held = Surroundings([test, body], operands).held
+    return trace.explorer.run_inside("round", lambda: body(*operands), [operands, *held])
+
+
 def begun_while(
     test: Callable[..., Any],
     body: Callable[..., Any],
@@ -491,9 +522,22 @@ def begun_while(
 
 
 def traced_while(
-    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+    test: Callable[..., Any],
+    body: Callable[..., Any],
+    operands: tuple[Any, ...],
+    refuse: Callable[[], BaseException] | None = None,
 ) -> Any:
     """Run `while test(*operands): operands = body(*operands)` on the device.
+
+    Args:
+        test: Function called with the loop's carried values before each iteration.
+        body: Function called in each iteration; returns the carried values as a tuple.
+        operands: The carried values.
+        refuse: Function that makes what is raised where a later write would have to reach what the
+            loop's result may be; by default an error that names the loop.
+
+    Returns:
+        The carried values at the end.
 
     Raises:
         PortError: an operand changes its shape, dtype or Python value in the body, the body changes
@@ -503,7 +547,7 @@ def traced_while(
     trace = current()
     assert trace is not None
     refuse_loop()
-    outside = _Outside(test, body)
+    outside = _Outside(test, body, refuse)
     while True:
         held = outside.surroundings.read(outside.places)
         try:

@@ -53,7 +53,7 @@ def note_long() -> None:
 
 
 def branching_loops() -> list[tuple[CodeType, int]]:
-    """Return the loops that run now, over a range or rows, which have not been rewritten yet."""
+    """Return the loops that run now and have not been rewritten yet, but those over other items."""
     trace = innermost()
     if trace is None or trace.explorer is None or trace.explorer.plan.whole:
         return []
@@ -61,8 +61,9 @@ def branching_loops() -> list[tuple[CodeType, int]]:
     return [
         (frame.f_code, line)
         for frame in _frames()
-        for line in _loop_lines(frame.f_code, frame.f_lasti)
-        if plan.is_new(frame.f_code, line) and is_counted(frame, line)
+        for line in _loop_lines(frame.f_code, frame.f_lasti, endless=True)
+        if plan.is_new(frame.f_code, line)
+        if is_counted(frame, line) or _is_while(frame.f_code.co_filename, line)
     ]
 
 
@@ -140,8 +141,11 @@ def _ask(
 
 
 def _counts(file: str, line: int) -> bool:
-    text = linecache.getline(file, line)
-    return "range(" in text or text.lstrip().startswith("while ")
+    return "range(" in linecache.getline(file, line) or _is_while(file, line)
+
+
+def _is_while(file: str, line: int) -> bool:
+    return linecache.getline(file, line).lstrip().startswith("while ")
 
 
 def not_whole(why: str, place: str) -> PortError:
@@ -167,15 +171,22 @@ def _frames() -> Iterator[FrameType]:
 
 
 @functools.cache
-def _loop_lines(code: CodeType, position: int) -> list[int]:
+def _loop_lines(code: CodeType, position: int, *, endless: bool = False) -> list[int]:
     """Return the lines of `for`, and `while` with a test, around an instruction, innermost first.
 
-    All are tried: the innermost may be over a list of caches.
+    All are tried: the innermost may be over a list of caches. With `endless`, those of `while True`
+    are among them, whose line is that of an instruction before the first of the body.
     """
     found: dict[int, int] = {}
-    heads = set()
+    heads, lines = set(), dict[int, int]()
     for step in dis.get_instructions(code):
         start = None
+        if step.opname == "NOP" and step.positions and step.positions.lineno:
+            lines[step.offset + 2] = step.positions.lineno
+        if endless and step.opname == "JUMP_BACKWARD" and step.argval in lines:
+            if step.argval <= position < step.offset:
+                found[step.argval] = lines[step.argval]
+            continue
         if step.opname == "FOR_ITER":
             heads.add(step.offset)
             start = step.offset if step.offset < position < step.argval else None

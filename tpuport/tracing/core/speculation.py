@@ -16,6 +16,7 @@ class UndecidedBranch(BaseException):
 
     `loops` are those around it that could be one loop of the program: their code and line.
     `unrolled` are the lines of those that were rewritten, and whose rounds run one by one.
+    `first` is the outcome to trace first: the one for which the line seems to raise, if either.
     """
 
     def __init__(
@@ -24,9 +25,11 @@ class UndecidedBranch(BaseException):
         site: str,
         loops: list[tuple[CodeType, int]],
         unrolled: list[str],
+        first: bool,
     ) -> None:
         super().__init__(site)
         self.value, self.site, self.loops, self.unrolled = value, site, loops, unrolled
+        self.first = first
 
 
 class RestartTrace(BaseException):
