@@ -126,10 +126,16 @@ class WrittenMemory:
             return
         shared = self.trace.shared
         owners = [self._own(index) for index in range(len(self.leaves))]
+        begun = [leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)]
         for index in self._first:
-            own = owners[index]
+            own, leaf = owners[index], found[index]
             if own is None or owners.count(own) > 1 or any(shared.of(own)):
                 raise _refusal()
+            if isinstance(leaf, TracedTensor):
+                # The next round writes to what this one has put in its place.
+                serials = [leaf._storage.serial, *(s.serial for s, _ in shared.of(leaf._storage))]
+                if min(serials) <= max(begun):
+                    raise _refusal()
         written = {*self._storages, *(inside[index]._storage.serial for index in self._first)}
         seen: set[int] = set()
         for index, leaf in enumerate(found):
