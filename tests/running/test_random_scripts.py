@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import (
     aliased_containers,
+    left_loops,
     python_idioms,
     task_scripts,
     train_steps,
@@ -43,3 +44,8 @@ def test_a_training_step_gives_what_a_loop_in_eager_pytorch_gives(seed, tmp_path
 def test_a_write_to_a_container_reaches_all_its_names(seed, tmp_path):
     source = aliased_containers.Maker(seed).program()
     assert aliased_containers.verdict(source, tmp_path / "script.py", "porting") == ("passes", "")
+
+
+@pytest.mark.parametrize("seed", [2, 11, 30])
+def test_a_loop_that_a_traced_value_ends_leaves_what_it_leaves_in_eager_pytorch(seed, tmp_path):
+    assert left_loops.verdict(left_loops.Maker(seed).program(), tmp_path / "s.py") == ("passes", "")
