@@ -162,12 +162,29 @@ class Solvers(nn.Module):
             x = x * 0
         return x, count
 
+    def bound_by_some(self, x: torch.Tensor) -> Any:
+        for count in range(15):
+            x = self.step(x)
+            if self.names == ("bound_by_some",):
+                y = x
+            if count > 0 or self.names == ():
+                w = z * 2  # noqa: F821 - it is bound by the round before
+            else:
+                w = x
+            z = self.step(w)
+            if z.sum() > 0.5:
+                return (
+                    z +
+                    w
+                )  # fmt: skip
+        return y if self.names == ("bound_by_some",) else x
+
 
 FORMS = (
     ("endless", "skipping", "nested"),
     ("known_at_first", "over_a_range", "swapped", "with_the_one_before"),
     ("accelerated", "one_after_another"),
-    ("returning", "returning_at_last", "raising", "with_else"),
+    ("returning", "returning_at_last", "raising", "with_else", "bound_by_some"),
 )
 CALLS = tuple(
     (normal(4, 3, seed=seed) * scale + shift,)

@@ -5,25 +5,27 @@ from typing import Any
 
 
 class Unbound:
-    """What stands before a loop for a variable that only its rounds bind."""
+    """What stands before a loop for a variable that each of its rounds binds: the class itself.
 
-    def __repr__(self) -> str:
-        return "UNBOUND"
-
-
-_UNBOUND = Unbound()
+    An object of it would be a container, whose attributes are variables of the loop.
+    """
 
 
-def if_bound(read: Callable[[], Any]) -> Any:
+class MaybeUnbound(Unbound):
+    """What stands for a variable that some rounds bind."""
+
+
+def if_bound(read: Callable[[], Any], *, sure: bool = True) -> Any:
     """Return the value of a local variable before a loop, or what stands for one without a value.
 
     Args:
         read: Function that reads the variable.
+        sure: Whether each round binds it, so that it has no value only where there is no round.
     """
     try:
         return read()
     except NameError:
-        return _UNBOUND
+        return Unbound if sure else MaybeUnbound
 
 
 def unbound_error() -> UnboundLocalError:
@@ -34,8 +36,19 @@ def unbound_error() -> UnboundLocalError:
 
 
 def begins_unbound(operands: tuple[Any, ...]) -> bool:
-    """Return whether no round of a loop has bound one of its variables yet."""
-    return any(one is _UNBOUND for one in operands)
+    """Return whether some variable of a loop has no value yet."""
+    return any(one is Unbound or one is MaybeUnbound for one in operands)
+
+
+def bound(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the variables after a loop.
+
+    Raises:
+        UnboundLocalError: One of those that each round binds is unbound.
+    """
+    if any(one is Unbound for one in operands):
+        raise unbound_error()
+    return operands
 
 
 class Items:

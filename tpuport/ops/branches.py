@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tpuport.foundation.errors import TpuportError
-from tpuport.foundation.plain_loops import begins_unbound, looped, unbound_error
+from tpuport.foundation.plain_loops import begins_unbound, bound, looped, unbound_error
 from tpuport.ops.numbers import negate, to_bool
 from tpuport.ops.traced import is_plain, is_plain_torchax, is_traced
 
@@ -64,7 +64,7 @@ def while_loop(
         The carried values at the end.
 
     Raises:
-        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
+        UnboundLocalError: there is no iteration, and only iterations bind a carried value.
     """
     if stops or tells:
         run = _left_while if stops else _ended_while
@@ -74,10 +74,19 @@ def while_loop(
         from tpuport.tracing.control_flow.growing_loop import counted_while
 
         return counted_while(test, body, operands)
-    while begins_unbound(operands):
+    if begins_unbound(operands):
         again = test(*operands)
+        if not is_traced(again) and not again:
+            return bound(operands)
         check(negate(again), unbound_error)
         operands = _first_iteration(test, body, operands)
+    return _bound_while(test, body, operands)
+
+
+def _bound_while(
+    test: Callable[..., Any], body: Callable[..., Any], operands: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Run a loop whose carried values have types before its first iteration."""
     ran = 0
     while True:
         again = test(*operands)
@@ -196,13 +205,13 @@ def for_range(
         The carried values at the end.
 
     Raises:
-        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
+        UnboundLocalError: there is no iteration, and only iterations bind a carried value.
     """
     if _holds_traced(operands) or _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_range
 
-        return _bound(traced_range(numbers, body, operands, stops=stops, tells=tells))
-    return _bound(looped(numbers, body, operands, stops=stops, tells=tells))
+        return bound(traced_range(numbers, body, operands, stops=stops, tells=tells))
+    return bound(looped(numbers, body, operands, stops=stops, tells=tells))
 
 
 def for_items(
@@ -228,24 +237,13 @@ def for_items(
         The carried values at the end.
 
     Raises:
-        UnboundLocalError: there is no iteration, and a carried value is bound by iterations only.
+        UnboundLocalError: there is no iteration, and only iterations bind a carried value.
     """
     if _inside_trace():
         from tpuport.tracing.control_flow.growing_loop import traced_items
 
-        return _bound(traced_items(items, body, operands, stops=stops, tells=tells))
-    return _bound(looped(items, body, operands, stops=stops, tells=tells))
-
-
-def _bound(made: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the variables after a loop, if all are bound.
-
-    Raises:
-        UnboundLocalError: One is not, as the loop had no round.
-    """
-    if begins_unbound(made):
-        raise unbound_error()
-    return made
+        return bound(traced_items(items, body, operands, stops=stops, tells=tells))
+    return bound(looped(items, body, operands, stops=stops, tells=tells))
 
 
 def _holds_traced(value: Any) -> bool:

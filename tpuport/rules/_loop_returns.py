@@ -37,14 +37,17 @@ def return_after(node: ast.While | ast.For, context: Context) -> Edit:
         inside.append(Edit(*module.span(one), made))
         value = line("return", one)
         if one.value is not None:
-            value = value + " " + module.copy_node(one.value)
+            text = module.copy_node(one.value)
+            value = value + (" (" if len(text.lines) > 1 else " ") + text
+            value = value + (")" if len(text.lines) > 1 else "")
             names |= dict.fromkeys(_read(one.value))
         if _ends_otherwise(node) or number < len(found):
             after += [line(f"if {left} == {number}:", one), value.indented(module.indent)]
         else:
             after.append(value)
     # Only the `return` reads these, so where there is none they may be anything.
-    free = names.keys() & flow.locals - flow.before[node] - flow.after[node]
+    live = flow.after[node] | flow.live_into([node], flow.after[node])
+    free = names.keys() & flow.locals - flow.before[node] - live
     before = [line(f"{name} = None", node) for name in sorted(free)]
     begin, end = module.text.line_start(node.lineno), module.text.line_end(_last_line(node))
     loop = module.copy(begin, end, inside)
@@ -53,7 +56,8 @@ def return_after(node: ast.While | ast.For, context: Context) -> Edit:
 
 def _ends_otherwise(node: ast.While | ast.For) -> bool:
     """Return whether a loop may end by something else than a `return`."""
-    is_endless = isinstance(node, ast.While) and isinstance(node.test, ast.Constant)
+    test = node.test if isinstance(node, ast.While) else None
+    is_endless = isinstance(test, ast.Constant) and bool(test.value)
     return not is_endless or any(isinstance(one, ast.Break) for one in loop_exits(node.body))
 
 

@@ -194,11 +194,11 @@ def _begun(lift: Lift, after: NameSet) -> list[str]:
     for name in lift.outputs:
         if name not in lift.bound_before and not (lift.context.is_live and name in after):
             raise NotFixable(f"{name} may be unbound before the loop")
-    return [n if n in lift.bound_before else _if_bound(n) for n in lift.outputs]
+    return [n if n in lift.bound_before else _if_bound(n, lift) for n in lift.outputs]
 
 
-def _if_bound(name: str) -> str:
-    return f"{OPS}.if_bound(lambda: {name})"
+def _if_bound(name: str, lift: Lift) -> str:
+    return f"{OPS}.if_bound(lambda: {name}{', sure=False' if name in lift.operands else ''})"
 
 
 def _loop_edit(node: ast.While, carried: list[str], begun: list[str], context: Context) -> Edit:
@@ -367,7 +367,7 @@ def _call_edit(
     bound = f"{as_tuple(results)} = " if results else ""
     # A range without numbers leaves the loop's own name as it was.
     own = dict.fromkeys(targets_read, "None")
-    begun = [n if n in lift.bound_before else own.get(n) or _if_bound(n) for n in outputs]
+    begun = [n if n in lift.bound_before else own.get(n) or _if_bound(n, lift) for n in outputs]
     is_apart = function == "for_items"
     over = _items(node.iter, expressions) if is_apart else _range(node.iter, expressions)
     arguments = [over, name, as_tuple(begun) if begun else state, *more]

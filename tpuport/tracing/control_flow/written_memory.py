@@ -125,17 +125,7 @@ class WrittenMemory:
         if not self._storages and not self._first:
             return
         shared = self.trace.shared
-        owners = [self._own(index) for index in range(len(self.leaves))]
-        begun = [leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)]
-        for index in self._first:
-            own, leaf = owners[index], found[index]
-            if own is None or owners.count(own) > 1 or any(shared.of(own)):
-                raise _refusal()
-            if isinstance(leaf, TracedTensor):
-                # The next round writes to what this one has put in its place.
-                serials = [leaf._storage.serial, *(s.serial for s, _ in shared.of(leaf._storage))]
-                if min(serials) <= max(begun):
-                    raise _refusal()
+        self._refuse_first(inside, found)
         written = {*self._storages, *(inside[index]._storage.serial for index in self._first)}
         seen: set[int] = set()
         for index, leaf in enumerate(found):
@@ -147,6 +137,21 @@ class WrittenMemory:
                 if serial in written or serial in seen or any(shared.of(leaf._storage)):
                     raise _refusal()
                 seen.add(serial)
+
+    def _refuse_first(self, inside: list[Any], found: list[Any]) -> None:
+        """Refuse a loop of which not only the first round writes to what is from before it."""
+        shared = self.trace.shared
+        owners = [self._own(index) for index in range(len(self.leaves))]
+        begun = [leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)]
+        for index in self._first:
+            own, leaf = owners[index], found[index]
+            if own is None or owners.count(own) > 1 or any(shared.of(own)):
+                raise _refusal()
+            if isinstance(leaf, TracedTensor):
+                # The next round writes to what this one has put in its place.
+                serials = [leaf._storage.serial, *(s.serial for s, _ in shared.of(leaf._storage))]
+                if min(serials) <= max(begun):
+                    raise _refusal()
 
     def after(self, inside: list[Any], values: list[jax.Array], ran: jax.Array) -> list[jax.Array]:
         """Return the values after a round; `ran` is whether there was a round before it."""
