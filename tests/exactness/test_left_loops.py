@@ -184,7 +184,7 @@ FORMS = (
     ("endless", "skipping", "nested"),
     ("known_at_first", "over_a_range", "swapped", "with_the_one_before"),
     ("accelerated", "one_after_another"),
-    ("returning", "returning_at_last", "raising", "with_else", "bound_by_some"),
+    ("with_else", "returning", "returning_at_last", "raising", "bound_by_some"),
 )
 CALLS = tuple(
     (normal(4, 3, seed=seed) * scale + shift,)

@@ -130,7 +130,8 @@ class Explorer:
             return self._take(unit, known.outcome)
         site = user_line()
         loops = branching_loops()
-        if unit.sites[site] >= _MANY_AT_ONE_LINE:
+        is_last = unit.branches(unit.path) >= MAX_BRANCHES - 1
+        if unit.sites[site] >= _MANY_AT_ONE_LINE or is_last:
             ask_for(loops, self.unrolled)
         first = self.raising.get(site, raising_outcome() is not False)
         unit.undecided = UndecidedBranch(value, site, loops, [*self.unrolled], first)
