@@ -715,3 +715,26 @@ def test_a_whole_script_may_run_in_a_mode(around):
             return out, norm, net.enter.weight.grad, out.device == net.enter.weight.device
 
     close(*both(use))
+
+
+class Positions(nn.Module):
+    """Registers its tables in the first call, of which one is not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            rows = torch.linspace(0, 1, len(x), device=x.device)[:, None]
+            self.register_buffer("table", rows, persistent=False)
+            self.register_buffer("saved", rows * 2)
+        return (x + self.table + self.saved) * self.scale
+
+
+def test_buffers_that_a_call_registers_are_saved_as_asked():
+    def use(net, device):
+        out = [net(batch(device)), net(batch(device))]
+        return out, dict(net.state_dict()), dict(net.named_buffers())
+
+    close(*both(use, Positions))

@@ -132,6 +132,8 @@ def put(places: Iterable[tuple[torch.nn.Module, torch.nn.Module, str]], cloner: 
                 old[attribute] = given.back(old.get(attribute), new[attribute])
             else:
                 old.pop(attribute, None)
+        if attribute in ours._non_persistent_buffers_set:
+            theirs._non_persistent_buffers_set.add(attribute)
     given.finish()
 
 

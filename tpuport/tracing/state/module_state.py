@@ -432,6 +432,8 @@ class PythonChanges:
             elif isinstance(value, _BufferSlot):
                 owner.__dict__.pop(attribute, None)
                 owner._buffers[attribute] = value.value
+                if not value.persistent:
+                    owner._non_persistent_buffers_set.add(attribute)
             else:
                 owner.__dict__[attribute] = value
         self.put_hooks_and_flags(module)
@@ -480,6 +482,7 @@ class _BufferSlot:
     """A tensor registered as a buffer during the call."""
 
     value: Any
+    persistent: bool
 
 
 def python_changes(
@@ -527,7 +530,7 @@ def python_changes(
 
     cloner = Cloner(placeholder)
     cloner.memo.update({id(m): m for m in module.modules()})
-    values, numbers = _changed_values(before, after, names, cloner)
+    values, numbers = _changed_values(before, after, module, names, cloner)
     refuse_handles(values)
     old = {name: before.values.get(name) for name in names}
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
@@ -597,7 +600,11 @@ def _refuse_ids(names: list[str], after: StateTree, module: torch.nn.Module) -> 
 
 
 def _changed_values(
-    before: StateTree, after: StateTree, names: Iterable[str], cloner: Cloner
+    before: StateTree,
+    after: StateTree,
+    module: torch.nn.Module,
+    names: Iterable[str],
+    cloner: Cloner,
 ) -> tuple[dict[str, Any], frozenset[str]]:
     """Return copies of changed attributes by name, and which of them are traced numbers."""
     values: dict[str, Any] = {}
@@ -610,7 +617,9 @@ def _changed_values(
             value = sym_numbers.placeholder(value)
             numbers.add(name)
         if name in after.registered and name not in before.owners:
-            value = _BufferSlot(value)
+            fqn, attribute = after.owners[name]
+            unsaved = module.get_submodule(fqn)._non_persistent_buffers_set
+            value = _BufferSlot(value, persistent=attribute not in unsaved)
         values[name] = value
     return values, frozenset(numbers)
 
