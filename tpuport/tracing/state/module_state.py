@@ -432,8 +432,7 @@ class PythonChanges:
             elif isinstance(value, _BufferSlot):
                 owner.__dict__.pop(attribute, None)
                 owner._buffers[attribute] = value.value
-                if not value.persistent:
-                    owner._non_persistent_buffers_set.add(attribute)
+                owner._non_persistent_buffers_set |= {attribute}.intersection(value.unsaved)
             else:
                 owner.__dict__[attribute] = value
         self.put_hooks_and_flags(module)
@@ -479,10 +478,10 @@ def _unless_gone(value: Any, cloner: Cloner) -> Any:
 
 @dataclass
 class _BufferSlot:
-    """A tensor registered as a buffer during the call."""
+    """A tensor registered as a buffer during the call, and what its module does not save."""
 
     value: Any
-    persistent: bool
+    unsaved: Collection[str]
 
 
 def python_changes(
@@ -617,9 +616,8 @@ def _changed_values(
             value = sym_numbers.placeholder(value)
             numbers.add(name)
         if name in after.registered and name not in before.owners:
-            fqn, attribute = after.owners[name]
-            unsaved = module.get_submodule(fqn)._non_persistent_buffers_set
-            value = _BufferSlot(value, persistent=attribute not in unsaved)
+            owner = module.get_submodule(after.owners[name][0])
+            value = _BufferSlot(value, owner._non_persistent_buffers_set)
         values[name] = value
     return values, frozenset(numbers)
 
