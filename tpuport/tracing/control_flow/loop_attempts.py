@@ -12,7 +12,7 @@ from tpuport.tracing.control_flow.path_explorer import MAX_BRANCHES
 from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.dynamic_shapes.counted_rows import refused
 
-SHARES = "a variable, or what it appends to a list, shares memory with a tensor that is written later"
+SHARES = "a variable, or what it appends to a list, shares memory with what is written later"
 
 
 def left(
