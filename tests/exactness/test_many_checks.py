@@ -13,7 +13,7 @@ class Checked(distributions.Normal):
     """One whose `__init__` calls the checks of torch, where no rule sees them."""
 
     def __init__(self, mean: torch.Tensor, scale: torch.Tensor) -> None:
-        super().__init__(mean, scale)
+        super().__init__(mean, scale, validate_args=True)
 
 
 def fail() -> None:

@@ -239,6 +239,14 @@ class Loops(nn.Module):
             h = h * 0.5 + row
         return h
 
+    def returns(self, x):
+        h = x[0]
+        for row in x:
+            h = h * 0.5 + row
+            if x.dim() > 2:
+                return h
+        return h
+
 
 class OtherLoops(Loops):
     """What keeps a loop as it is."""
@@ -363,14 +371,6 @@ class OtherLoops(Loops):
             h = h * 0.5 + row
         else:
             h = h + 1
-        return h
-
-    def returns(self, x):
-        h = x[0]
-        for row in x:
-            h = h * 0.5 + row
-            if x.dim() > 2:
-                return h
         return h
 
     def none(self, x):
