@@ -223,7 +223,7 @@ class ManyPaths(nn.Module):
     [
         (History(), torch.ones(2), "def forward(self, x"),
         (TwoForms(), torch.ones(2), "if x.sum() > 0:"),
-        (ManyPaths(), torch.ones(14, 2), "if row.max() > 0:"),
+        (ManyPaths(), torch.ones(14, 2), "for row in x:"),
     ],
 )
 def test_a_refusal_names_a_line_of_the_module(target: nn.Module, x: torch.Tensor, line: str):

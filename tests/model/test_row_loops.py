@@ -239,14 +239,6 @@ class Loops(nn.Module):
             h = h * 0.5 + row
         return h
 
-    def returns(self, x):
-        h = x[0]
-        for row in x:
-            h = h * 0.5 + row
-            if x.dim() > 2:
-                return h
-        return h
-
 
 class OtherLoops(Loops):
     """What keeps a loop as it is."""
@@ -465,6 +457,14 @@ class Paired(Loops):
         for i, row in enumerate(x):
             h = h * 0.5 + row * i
         return h + i  # pyright: ignore[reportPossiblyUnboundVariable]
+
+    def returns(self, x):
+        h = x[0]
+        for row in x:
+            h = h * 0.5 + row
+            if x.dim() > 2:
+                return h
+        return h
 
 
 class OddlyPaired(Loops):

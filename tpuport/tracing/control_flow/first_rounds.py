@@ -9,6 +9,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.plain_loops import begins_unbound
 from tpuport.tracing.control_flow.growth import Growth, Surroundings
 from tpuport.tracing.control_flow.loop_sources import Source, is_traced
 from tpuport.tracing.control_flow.merge import branch_leaf
@@ -41,7 +42,11 @@ def _observed(
     With an explorer, branches of a round are explored in it. The last value says that the loop has
     ended here, or by a traced value may have, which was left aside.
     """
-    ran, ended, before = 0, False, _sizes(operands)
+    # What has no value yet grows to none: `None`, or a name that rounds bind.
+    begun = [
+        at for at, one in enumerate(operands) if one is not None and not begins_unbound((one,))
+    ]
+    ran, ended, before = 0, False, _sizes([operands[at] for at in begun])
     watches: list[Surroundings] = []
     growth = Growth(peel, why="it has few rounds")
     while not _true(source.is_over(ran, operands)):
@@ -62,7 +67,7 @@ def _observed(
                 growth = found
             if not found.why or ran == _SEEN_ROUNDS + 1:
                 break
-    grew = ended and before != _sizes(operands)
+    grew = ended and before != _sizes([operands[at] for at in begun])
     return replace(growth, ends=grew), operands, ran, ended
 
 
