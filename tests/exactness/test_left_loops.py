@@ -199,24 +199,6 @@ def test_they_are_as_in_eager_pytorch(names: tuple[str, ...]) -> None:
     check_gradients(Scenario("loops", lambda: Solvers(names), CALLS[:1]), by_tpuport)
 
 
-class OfRows(nn.Module):
-    """A loop over rows that is no scan: what it returns reads the row."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for row in x:
-            if row.max() > 0:
-                return x * row
-            x = x + 1
-        return x
-
-
-def test_a_loop_of_few_rows_that_returns_is_explored() -> None:
-    ported = tpuport.convert(OfRows())
-    for shift in (-3.5, 0.5, -20.0):
-        x = torch.linspace(-1, 0, 16).reshape(8, 2) + shift
-        torch.testing.assert_close(tpuport.to_torch(ported(x)), OfRows()(x))
-
-
 class Halving(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         while x.abs().max() > 0.3:

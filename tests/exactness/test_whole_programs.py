@@ -218,6 +218,13 @@ class ManyPaths(nn.Module):
         return x
 
 
+def test_a_way_out_in_each_of_a_few_rounds_is_a_path():
+    ported = tpuport.convert(ManyPaths())
+    for shift in (-3.5, 0.5, -20.0):
+        x = torch.linspace(-1, 0, 16).reshape(8, 2) + shift
+        torch.testing.assert_close(tpuport.to_torch(ported(x)), ManyPaths()(x))
+
+
 @pytest.mark.parametrize(
     ("target", "x", "line"),
     [
