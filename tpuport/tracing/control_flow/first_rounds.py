@@ -1,6 +1,6 @@
 """The rounds of a loop that a trace runs first: how each of them changes the variables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ def _observed(
         if ran >= peel:
             watches.append(Surroundings(source.functions, operands))
         round_ = partial(source.round, ran, operands)
-        stop, operands = explored(explorer, round_, source, operands)
+        stop, operands = explored(explorer, round_, source.functions, operands)
         ran += 1
         for watch in watches:
             watch.note(operands)
@@ -72,12 +72,15 @@ def _observed(
 
 
 def explored(
-    explorer: Decider | None, round_: Callable[[], Any], source: Source, operands: Any
+    explorer: Decider | None,
+    round_: Callable[[], Any],
+    functions: Sequence[Callable[..., Any]],
+    operands: Any,
 ) -> Any:
-    """Run a round before those of the scan; with an explorer, its branches are explored in it."""
+    """Run a round before the others; with an explorer, its branches are explored in it."""
     if explorer is None:
         return round_()
-    held = Surroundings(source.functions, operands).held
+    held = Surroundings(functions, operands).held
     return explorer.run_inside("round", round_, [operands, *held])
 
 

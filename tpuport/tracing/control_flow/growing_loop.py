@@ -246,7 +246,7 @@ class _Growing:
         self.over: Any = False  # whether the rounds before have ended the loop
         for number in range(growth.peel):
             round_ = partial(source.run, source.first(number), operands)
-            self.over, operands = explored(explorer, round_, source, operands)
+            self.over, operands = explored(explorer, round_, source.functions, operands)
         self.outside = Surroundings(source.functions, operands)
         if not self.outside.has(growth.places):
             raise unproved("a round changes Python values that are no variables of the loop")

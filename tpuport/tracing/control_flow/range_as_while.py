@@ -1,5 +1,6 @@
 """Loops over a range that traced values end, as a `while`: it carries any number as a variable."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,8 +50,8 @@ def as_while(
         return None
     ended: Any = False
     if begins_unbound(operands) or (known.get(key) and not ran):
-        round_, before = source.round, operands
-        ended, operands = explored(explorer, lambda: round_(ran, before), source, operands)
+        round_ = partial(source.round, ran, operands)
+        ended, operands = explored(explorer, round_, source.functions, operands)
         ran += 1
     body, count, first = source.body, len(source.numbers), source.numbers.start
     step = source.numbers.step

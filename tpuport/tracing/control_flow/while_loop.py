@@ -16,6 +16,7 @@ from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.user_frames import ends_inside, user_line
 from tpuport.tracing.control_flow.cond import truth
+from tpuport.tracing.control_flow.first_rounds import explored
 from tpuport.tracing.control_flow.growth import Place, Surroundings
 from tpuport.tracing.control_flow.loop_containers import LoopContainers
 from tpuport.tracing.control_flow.loop_gradient import while_with_gradient
@@ -471,10 +472,8 @@ def first_round(
         The carried values after it.
     """
     trace = current()
-    if trace is None or trace.explorer is None:
-        return body(*operands)
-    held = Surroundings([test, body], operands).held
-    return trace.explorer.run_inside("round", lambda: body(*operands), [operands, *held])
+    explorer = None if trace is None else trace.explorer
+    return explored(explorer, partial(body, *operands), [test, body], operands)
 
 
 def begun_while(
