@@ -27,8 +27,8 @@ from tpuport.rules._discovery import live_rules
 from tpuport.tracing import patches
 from tpuport.tracing.core.context import no_policy
 from tpuport.tracing.core.placement import NOWHERE, Placement
+from tpuport.tracing.core.storage import differentiable
 from tpuport.tracing.core.sym_numbers import exact_value
-from tpuport.tracing.core.tensor import differentiable
 from tpuport.tracing.guards.module_changes import frame_of, put
 from tpuport.tracing.patches.gradient_hooks import hooked_state
 from tpuport.tracing.scan_layers import stacked_params

@@ -243,11 +243,12 @@ class LiveModel(PortedModel):
         key = self._leaf_keys.of(name, leaf, registered)
         # A plain attribute may require grad too: an output of another module, set by a script.
         holder, other = self.buffers, self.params
-        if leaf.requires_grad:
+        if leaf.requires_grad or name in self._tracer.late:
             holder, other = other, holder
         known = name in self.params or name in self.buffers
         settled = known or not (registered or leaf.requires_grad)
-        if self._keys.get(name) == key and settled and name not in other:
+        same = self._keys.get(name) == key
+        if same and settled and name not in other:
             return
         first = name not in self._keys
         self._keys[name] = key
@@ -255,8 +256,8 @@ class LiveModel(PortedModel):
             return  # a plain attribute is a host constant until something changes it
         if not known:
             self._new_version()
-        other.pop(name, None)
-        holder[name] = spread.placed(leaf)
+        held = other.pop(name, None)
+        holder[name] = held if same and held is not None else spread.placed(leaf)
 
     # -- what a call changed -----------------------------------------------------------------------
 
@@ -433,11 +434,13 @@ class LiveModel(PortedModel):
             if torch.is_grad_enabled():  # nothing else is differentiated
                 self._wanted = wanted
                 prepared = self._prepare(method, args, kwargs)
-        if trained_flags.begin(self._user, prepared.compiled.outcome.python_changes):
-            self._take_in()
-            return self._run(method, args, kwargs)
+        with trained_flags.late(self._tracer, self._user, prepared.compiled.outcome) as late:
+            if late:
+                self._take_in()
+                return self._run(method, args, kwargs)
         if self._wanted is None:
             return self._finish(prepared, prepared.run()), prepared.state
+        trained_flags.begin(tensors)
         call = gradients.DifferentiatedCall(prepared, wanted, type(self._user).__name__)
         self._compared = call if self._verifying else None
         saved = self._saved_inputs.get(self._path_of(method, args, kwargs), Saved())
@@ -581,9 +584,10 @@ class LiveModel(PortedModel):
         # parameters, by an earlier call or if the script tied them to those of another module.
         given_before = (*arguments.flatten_call(given)[0], *self._tree.leaves.values())
         written = call.written()
-        made = [t for t in given_before if _is_made(t) and not _in(t, written)]
+        tensors = (t for t in given_before if isinstance(t, torch.Tensor))
+        made = {id(t) for t in tensors if t.grad_fn is not None} - set(map(id, written))
         results = pytree.flatten(out)[0]
-        sums = parity.projected([t.detach() if _in(t, made) else t for t in results])
+        sums = parity.projected([t.detach() if id(t) in made else t for t in results])
         state = self._left.of_eager(expected)
         sums += parity.projected([*self._left.flowing.values(), *written])
         if not ours or not (sums or parity.projected((expected.out, state))):
@@ -604,12 +608,3 @@ class LiveModel(PortedModel):
 
     def _eager_gradients(self, found: Reference) -> dict[str, Any]:
         return parity.of_reference(found, state=self._left.of_eager(found))
-
-
-def _is_made(value: Any) -> bool:
-    """Return whether a value is a tensor with a graph that leads to others."""
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
-
-def _in(value: Any, tensors: list[torch.Tensor]) -> bool:
-    return any(value is one for one in tensors)

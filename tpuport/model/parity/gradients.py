@@ -20,7 +20,7 @@ from tpuport.model.parity.verify import Reference, Verifier
 from tpuport.reports.records import Kind
 from tpuport.tracing.core.gradient_paths import as_torch, kept_value_and_grad, value_and_grad
 from tpuport.tracing.core.reentrancy import comparing_gradients
-from tpuport.tracing.core.tensor import differentiable
+from tpuport.tracing.core.storage import differentiable
 from tpuport.tracing.scan_layers import stacked_params
 
 # So many bytes of numbers are kept of a program whose gradients are compared.

@@ -22,8 +22,8 @@ from tpuport.tracing.core.errors import FOR_VALUES, port_error
 from tpuport.tracing.core.guards import Guards, lost_gradient
 from tpuport.tracing.core.placement import Placement
 from tpuport.tracing.core.shared_tensors import SharedTensors
-from tpuport.tracing.core.storage import Storage, detaching, memory_of, parts_of
-from tpuport.tracing.core.tensor import TracedTensor, differentiable
+from tpuport.tracing.core.storage import Storage, detaching, differentiable, memory_of, parts_of
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.view_steps import (
     Detach,
     retyping_steps,

@@ -28,6 +28,11 @@ class Flow(enum.IntEnum):
     SEEN = 3
 
 
+def differentiable(dtype: torch.dtype) -> bool:
+    """Return whether tensors of a dtype have gradients."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[int, Any]:
     """Return a number for the memory of a host tensor, and what has to live for it to stay valid.
 

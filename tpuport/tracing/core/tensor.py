@@ -14,18 +14,18 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import torch
-from jax.ad_checkpoint import checkpoint_name
 
 from tpuport.foundation.interop import backend
 from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.tracing.core import concretize, int64
 from tpuport.tracing.core.as_subclass import AsSubclass
 from tpuport.tracing.core.concretize import decide, identity_is_asked
-from tpuport.tracing.core.errors import port_error, refuse_flag_in_branch, refuse_other_memory
+from tpuport.tracing.core.errors import port_error, refuse_other_memory
 from tpuport.tracing.core.graph_node import GraphNode
+from tpuport.tracing.core.leaf_flags import set_flag
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.row_list import RowIterator, RowList
-from tpuport.tracing.core.storage import Flow, Storage, detaching
+from tpuport.tracing.core.storage import Flow, Storage, detaching, differentiable
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
 from tpuport.tracing.core.view_steps import (
@@ -94,6 +94,8 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     _unwritable: str | None = None
     # The name of its value in the program, if code inside made it a leaf.
     _leaf_name: str | None = None
+    # What it was as a leaf that requires grad, until code inside ended that: see `leaf_flags`.
+    _ended_leaf: Any = None
     # Whether its value is that of the tensor which it was made from: a clone, or a view of all.
     _repeats = False
     # What `backward()` inside the program gave it.
@@ -413,28 +415,9 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
         Raises:
             RuntimeError: as in eager, the dtype has no gradients, or a computed tensor is to lose
                 its own.
+            PortError: data decides whether this happens to a parameter.
         """
-        if requires_grad and not differentiable(self.dtype):
-            raise RuntimeError(
-                "only Tensors of floating point and complex dtype can require gradients"
-            )
-        if not requires_grad and not self.is_leaf:
-            raise RuntimeError(
-                "you can only change requires_grad flags of leaf variables. If you want to use a"
-                " computed variable in a subgraph that doesn't require differentiation use"
-                " var_no_grad = var.detach()."
-            )
-        if requires_grad != self.requires_grad and getattr(self, "_is_param", False):
-            refuse_flag_in_branch(self._storage.trace)
-        if requires_grad and not self.requires_grad:
-            self._own_flow, self._is_leaf = Flow.SEEN, True
-            if self._storage.trace is not None:
-                self._leaf_name = self._storage.trace.add_leaf(self)
-            # What was computed from it before does not depend on the leaf.
-            self._keep(checkpoint_name(self._elem, self._leaf_name or "leaf"))
-        elif not requires_grad and not self._frozen:
-            self.write(jax.lax.stop_gradient(self._elem))
-            self._own_flow = self._storage.flow = Flow.STOPPED
+        set_flag(self, requires_grad)
         return self
 
     @property
@@ -623,11 +606,6 @@ def wrap(
     torch_dtype = dtype or backend.torch_dtype(value.dtype)
     meta = torch.empty(value.shape, dtype=torch_dtype, device="meta")
     return TracedTensor(Storage(value, trace), (), meta, value, flow)
-
-
-def differentiable(dtype: torch.dtype) -> bool:
-    """Return whether tensors of a dtype have gradients."""
-    return dtype.is_floating_point or dtype.is_complex
 
 
 def meta_of(tensor: torch.Tensor, *, like: bool = False) -> torch.Tensor:

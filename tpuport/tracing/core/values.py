@@ -12,8 +12,8 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core import int64, sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.storage import Flow, Storage
-from tpuport.tracing.core.tensor import TracedTensor, differentiable
+from tpuport.tracing.core.storage import Flow, Storage, differentiable
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.view_steps import replace_value
 
 

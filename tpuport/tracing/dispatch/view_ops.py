@@ -12,7 +12,8 @@ from tpuport.foundation.interop import backend
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.op_info import OpInfo, functional_of, op_info
-from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, view_of
+from tpuport.tracing.core.storage import differentiable
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, view_of
 from tpuport.tracing.core.values import refuse_left_over
 from tpuport.tracing.core.view_steps import VIEWS, OwnWindow, ViewStep, strided_step
 

@@ -21,8 +21,9 @@ import torch
 from tpuport.tracing.core.concretize import raise_if
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.storage import differentiable
 from tpuport.tracing.core.sym_node import Linear, NumberNode
-from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
 from tpuport.tracing.core.view_steps import ViewStep
 
 Extents = dict[int, NumberNode]

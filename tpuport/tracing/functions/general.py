@@ -6,21 +6,19 @@ C++ would ask a traced value for a Python number, or act outside the program.
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import traced_check, truth
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import leaf_flags, sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.host_tape import current_tape
 from tpuport.tracing.core.row_list import RowList
 from tpuport.tracing.core.speculation import RestartTrace
-from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.sym_node import NumberNode
 from tpuport.tracing.core.tensor import TracedTensor, item, tolist, version
 from tpuport.tracing.core.values import value_of, wrap_as
@@ -336,10 +334,7 @@ def _detach_in_place(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])
     if tensor is None:
         return NotImplemented
-    detached: Any = tensor.detach()
-    tensor._chain = detached._chain
-    tensor._keep(jax.lax.stop_gradient(tensor._elem))
-    tensor._own_flow, tensor._detached, tensor._is_leaf = Flow.STOPPED, True, False
+    leaf_flags.detach(tensor)
     return args[0]
 
 

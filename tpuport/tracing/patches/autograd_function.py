@@ -23,9 +23,9 @@ from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
-from tpuport.tracing.core.storage import SERIALS, Flow, Storage
+from tpuport.tracing.core.storage import SERIALS, Flow, Storage, differentiable
 from tpuport.tracing.core.sym_numbers import SYMBOLIC, exact_value, number
-from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of, wrap
+from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
 from tpuport.tracing.core.values import flow_of, value_of, write
 from tpuport.tracing.dispatch.inplace_ops import refuse_by_autograd
 from tpuport.tracing.dynamic_shapes.extents import extents_of

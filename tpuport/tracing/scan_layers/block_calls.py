@@ -17,7 +17,8 @@ from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.regions import Body
-from tpuport.tracing.core.tensor import TracedTensor, differentiable
+from tpuport.tracing.core.storage import differentiable
+from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import value_of
 from tpuport.tracing.scan_layers.families import Member, families
 from tpuport.tracing.scan_layers.shared_programs import NAME, SharedPrograms, strong

@@ -29,8 +29,8 @@ from tpuport.reports.records import HostPart
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import error_here, port_error
-from tpuport.tracing.core.storage import Flow
-from tpuport.tracing.core.tensor import TracedTensor, differentiable, meta_of
+from tpuport.tracing.core.storage import Flow, differentiable
+from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.core.values import flow_of, tensors_in, value_of, wrap_as, write
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 from tpuport.tracing.guards import host_randomness

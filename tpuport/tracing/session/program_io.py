@@ -9,7 +9,7 @@ import torch
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.children import Children, children
 from tpuport.foundation.pytree.tensor_classes import class_seen, is_class_of_tensors
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import leaf_flags, sym_numbers
 from tpuport.tracing.core.arguments import Unsized
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.errors import port_error
@@ -116,8 +116,17 @@ def _refuse_text(trace: Trace, result: pytree.TreeSpec, state: StateTree | None)
             )
 
 
-def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> TracedTensor:
-    """Make a traced tensor for a tensor of the model's state, with the attributes set on that."""
+def state_tensor(
+    trace: Trace, tensor: torch.Tensor, value: jax.Array, late: bool = False
+) -> TracedTensor:
+    """Make a traced tensor for a tensor of the model's state, with the attributes set on that.
+
+    Args:
+        trace: the running trace.
+        tensor: the model's.
+        value: its value in the program.
+        late: whether it is a parameter that the call makes require grad.
+    """
     flow = flow_seen(tensor.requires_grad)
     # The tensor itself answers what is asked of a meta tensor, and making one for each takes time.
     whole = not isinstance(tensor, TracedTensor) and not tensor.storage_offset()
@@ -130,6 +139,8 @@ def state_tensor(trace: Trace, tensor: torch.Tensor, value: jax.Array) -> Traced
         state_of(made).update(attributes_set_on(tensor))
     if isinstance(tensor, torch.nn.Parameter):
         made._is_param = True  # type: ignore[attr-defined]  (isinstance(x, nn.Parameter) asks for this)
+    if late:
+        leaf_flags.set_ended(made)
     return made
 
 

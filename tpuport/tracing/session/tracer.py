@@ -107,6 +107,8 @@ class Tracer:
     tried: set[tuple[str, int, int | None]] = field(default_factory=set)
     alone: set[CodeType] = field(default_factory=set)
     numbers: set[str] = field(default_factory=set)
+    # Parameters that the call makes require grad: what it computes before gives them no gradient.
+    late: set[str] = field(default_factory=set)
     # Methods that are refused if a loop with growing tensors is not one loop of the program.
     whole: set[str] = field(default_factory=set)
     # Methods whose random numbers Python draws before each call, where it draws any.
@@ -440,7 +442,7 @@ class Tracer:
                 return baked[name]
             # Without this, reading a tensor's size would go through the modes of the trace.
             with torch._C.DisableTorchFunction():
-                traced[name] = state_tensor(trace, tensor, values[name])
+                traced[name] = state_tensor(trace, tensor, values[name], name in self.late)
             return traced[name]
 
         cloner = Cloner(tensor_map, advances_iterator)
