@@ -272,3 +272,34 @@ def test_a_write_to_what_may_be_another_name_is_refused(name: str) -> None:
     with pytest.raises(PortError) as caught:
         tpuport.convert(Written(name), verify=False)(torch.ones(2), torch.tensor(1.0))
     assert caught.value.code == "TPU101"
+
+
+class OnlyTests(nn.Module):
+    """A layer that decides how often loops run, and gives what they compute no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.judge, self.layer = nn.Linear(3, 1), nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = 1.0
+        while self.judge(x - size).square().sum() > 1 and size > 1e-2:
+            size *= 0.5
+        for _ in range(20):
+            x = torch.tanh(self.layer(x)) * size
+            if self.judge(x).sum() > 0.1:
+                break
+        return x
+
+
+def test_a_layer_that_only_tests_of_loops_read_has_no_gradient() -> None:
+    def gradients(device: str) -> list[torch.Tensor | None]:
+        net = OnlyTests().to(device)
+        net(torch.linspace(-2, 2, 6, device=device).reshape(2, 3)).sum().backward()
+        return [None if p.grad is None else p.grad.cpu() for p in net.parameters()]
+
+    wanted = gradients("cpu")
+    assert [one is None for one in wanted] == [True, True, False, False]
+    with tpuport.porting(verify=False):  # a comparison would see it
+        torch.testing.assert_close(gradients("cuda"), wanted)

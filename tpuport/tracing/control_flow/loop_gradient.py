@@ -20,6 +20,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from tpuport.foundation.errors import PortError
 from tpuport.tracing.core import int64
+from tpuport.tracing.core.paths import DIFFERENTIABLE_WHILE
 
 _SLOTS = 32
 _Values = list[jax.Array]
@@ -57,7 +58,12 @@ class _Differentiable:
             return ran(*held[sizes[0] :], *values)
 
         self.holds, self.step = holds, step
-        call = jax.custom_jvp(self._run)
+
+        def run(*arrays: jax.Array) -> _Values:
+            return self._run(*arrays)
+
+        run.__name__ = DIFFERENTIABLE_WHILE
+        call = jax.custom_jvp(run)
         call.defjvp(self._derivative, symbolic_zeros=True)
         self._call = call
 

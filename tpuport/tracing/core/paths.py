@@ -68,6 +68,8 @@ CALLS = {
     **{"closed_call": "call_jaxpr", "core_call": "call_jaxpr", "shard_map": "jaxpr"},
 }
 INLINED = {"jit", "pjit", "closed_call", "core_call"}
+# The name of the functions of `control_flow.loop_gradient`.
+DIFFERENTIABLE_WHILE = "differentiable_while"
 RECOMPUTED = {"remat2", "checkpoint"}
 
 
@@ -163,9 +165,12 @@ def _while(paths: Paths, eqn: Any) -> list[Path]:
 
 
 def _custom_jvp(paths: Paths, eqn: Any) -> list[Path]:
-    del paths
-    if eqn.params.get("name") == replace_value.__name__:
+    body = eqn.params["call_jaxpr"]
+    name = body.jaxpr.debug_info.func_name  # jax keeps no other trace of the function
+    if name == replace_value.__name__:
         return [_bit(0)]
+    if name == DIFFERENTIABLE_WHILE:  # its derivative is that of its rounds
+        return paths.of(body)
     return [_all_of(eqn)] * len(eqn.outvars)
 
 
