@@ -13,7 +13,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.compare import same_class, same_value
-from tpuport.tracing.control_flow.merge import is_like
+from tpuport.tracing.control_flow.merge import is_exact, is_like
 from tpuport.tracing.core.export import to_torch
 
 # Python values that are compared; of other objects, such as functions, only the class.
@@ -105,7 +105,8 @@ class _Walker:
     def _may_be(self, index: int, number: Any) -> bool:
         """Return whether the port's tensor stands for a Python number of this kind too."""
         tensor = self.theirs[index]
-        return getattr(tensor, "_or_number", False) and is_like(tensor, type(number))
+        is_same = is_like(tensor, type(number)) or is_exact(tensor, number)
+        return getattr(tensor, "_or_number", False) and is_same
 
     def _nodes(self, want: Any, have: Any, path: str) -> Iterator[Pair]:
         if not same_class(want.kind, have.kind):

@@ -310,7 +310,7 @@ class _Growing:
         if one.dim is not None:
             size[one.dim] = one.size(done)
         value = jnp.zeros(size, backend.jax_dtype(one.dtype))
-        return wrap(value, one.dtype, trace=self.trace, flow=one.flow)
+        return one.wrapped(value, self.trace)
 
     def run(self) -> tuple[tuple[Any, ...], int]:
         """Run the loop and return its variables, and the most rounds that it may have."""
@@ -380,7 +380,7 @@ class _Growing:
             if rounds is not None and one.step:
                 return self._number(one, rounds)
             return one.start + one.step * self.rounds
-        made = wrap(next(values), one.dtype, trace=self.trace, flow=one.flow)
+        made = one.wrapped(next(values), self.trace)
         if rounds is None or one.dim is None:
             return made
         return attach(made, {one.dim: along(rounds, one.start[one.dim], one.step)})
@@ -391,9 +391,9 @@ class _Growing:
             return self._at(one, index)
         value = next(values)
         if one.dim is None:
-            return wrap(value, one.dtype, trace=self.trace, flow=one.flow)
+            return one.wrapped(value, self.trace)
         value = jax.lax.slice_in_dim(value, 0, one.size(self.rounds - 1), axis=one.dim)
-        made = wrap(value, one.dtype, trace=self.trace, flow=one.flow)
+        made = one.wrapped(value, self.trace)
         return attach(made, {one.dim: along(index, one.start[one.dim], one.step)})
 
     def _at(self, one: Plain, index: NumberNode) -> Any:
@@ -529,7 +529,8 @@ class _Growing:
             return None
         extents = extents_of(leaf)
         is_alike = isinstance(leaf, TracedTensor) and leaf.dtype == one.dtype
-        if not is_alike or flow_of([leaf]) > one.flow:
+        is_number = is_alike and leaf._unlike_number is not None
+        if not is_alike or flow_of([leaf]) > one.flow or (is_number and not one.unlike_number):
             raise unproved("a tensor gets another dtype")
         if one.dim is None:
             if extents or tuple(torch.Tensor.size(leaf)) != one.start:

@@ -4,6 +4,7 @@ Variables of a loop are what its body takes and returns, and the places that it 
 lists and dicts, and attributes, of what its function reaches. A cache is often one.
 """
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,14 +12,16 @@ from dataclasses import dataclass, field
 from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import jax
 import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.children import Children, children, refill
 from tpuport.foundation.pytree.snapshot import Snapshot
 from tpuport.tracing.control_flow.merge import branch_leaf
+from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.storage import Flow
-from tpuport.tracing.core.tensor import TracedTensor
+from tpuport.tracing.core.tensor import TracedTensor, wrap
 from tpuport.tracing.core.values import flow_of
 from tpuport.tracing.dynamic_shapes.extents import extents_of
 
@@ -33,6 +36,7 @@ class Plain:
         dim: The dim along which a tensor grows; None for a number and a tensor that does not.
         dtype: The dtype of a tensor, None for a number.
         flow: Whether derivatives pass through a tensor.
+        unlike_number: As a tensor has it that eager has a number for on some path.
     """
 
     start: Any
@@ -40,6 +44,14 @@ class Plain:
     dim: int | None = None
     dtype: torch.dtype | None = None
     flow: Flow = field(default=Flow.STOPPED, compare=False)
+    unlike_number: Any = field(default=None, compare=False)
+
+    def wrapped(self, value: jax.Array, trace: Trace) -> TracedTensor:
+        """Return a tensor with the value that the variable has."""
+        assert self.dtype is not None
+        made = wrap(value, self.dtype, trace=trace, flow=self.flow)
+        made._unlike_number = self.unlike_number
+        return made
 
     def size(self, rounds: int) -> int:
         """Return the size along `dim` after some rounds."""
@@ -340,7 +352,9 @@ def _growth(seen: list[torch.Tensor]) -> Plain | None:
     flow = max(flow_of([one]) for one in seen)
     dims = [dim for dim, along in enumerate(zip(*sizes, strict=True)) if len(set(along)) > 1]
     if not dims:
-        return Plain(sizes[0], dtype=seen[0].dtype, flow=flow)
+        marks = (getattr(one, "_unlike_number", None) for one in seen)
+        mark = functools.reduce(lambda a, b: a or b, marks)
+        return Plain(sizes[0], dtype=seen[0].dtype, flow=flow, unlike_number=mark)
     along = [size[dims[0]] for size in sizes]
     steps = {b - a for a, b in itertools.pairwise(along)}
     if len(dims) > 1 or len(steps) > 1 or min(steps) < 1:

@@ -267,7 +267,7 @@ class _Merge:
             storage.set(value)
         for tensor, value in zip(self.rebound, after[count:], strict=True):
             rebind(self.trace, tensor, value)
-        leaves = _merged_leaves(self.trace, self.sides, values, sizes)
+        leaves = _merged_leaves(self.trace, self.sides, values, sizes, self.apart)
         for side, taken, inner in zip(self.sides, (test, ~test), tests, strict=True):
             self._link(side, leaves, taken, inner)
         made: dict[int, Any] = {}
@@ -531,7 +531,11 @@ def _held(leaf: Any) -> jax.Array | None:
 
 def leaf_meta(leaf: Any) -> Any:
     """Return what the other side has to match: a meta tensor, or the type of a number."""
-    return meta_of(leaf) if isinstance(leaf, torch.Tensor) else type(leaf)
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf)
+    meta: Any = meta_of(leaf)
+    meta._unlike_number = getattr(leaf, "_unlike_number", None)
+    return meta
 
 
 def leaf_value(leaf: Any) -> jax.Array:
@@ -552,7 +556,8 @@ def _check_sides(sides: list[_Side]) -> str | None:
                 same = same and bounds is not None and x.dtype == y.dtype
             elif isinstance(x, torch.Tensor) or isinstance(y, torch.Tensor):
                 tensor, kind = (x, y) if isinstance(x, torch.Tensor) else (y, x)
-                same = same and is_like(tensor, kind)
+                number = b.leaves[index] if tensor is x else a.leaves[index]
+                same = same and (is_like(tensor, kind) or is_exact(tensor, number))
                 a.metas[index] = b.metas[index] = tensor if same else x
                 # A Python int has 64 bits.
                 a.wide[index] = a.wide[index] or tensor.dtype is torch.int64
@@ -572,6 +577,13 @@ def is_like(tensor: torch.Tensor, kind: Any) -> bool:
     """Return whether a tensor stands for a Python number of this kind wherever one is used."""
     dtypes = {bool: torch.bool, int: torch.int64, float: torch.get_default_dtype()}
     return not tensor.dim() and tensor.dtype == dtypes.get(_KINDS.get(kind, kind))
+
+
+def is_exact(tensor: torch.Tensor, number: Any) -> bool:
+    """Return whether a number can be a tensor like another one, with no loss of its value."""
+    if tensor.dim() or not tensor.dtype.is_floating_point or type(number) not in (int, float):
+        return False
+    return torch.tensor(number, dtype=tensor.dtype).item() == number
 
 
 def _outline(side: _Side) -> str:
@@ -631,8 +643,19 @@ def _merged_number(value: jax.Array, meta: Any, one: Any, other: Any) -> Any:
     return sym_numbers.number(value, meta, *_bounds(one, other))
 
 
+def _unlike_number(one: Any, other: Any, tensor: torch.Tensor) -> bool:
+    """Return whether a side gives a number, or may, that makes tensors of another dtype."""
+    marks = (getattr(value, "_unlike_number", None) for value in (one, other))
+    numbers = (value for value in (one, other) if not isinstance(value, torch.Tensor))
+    return any(marks) or not all(is_like(tensor, type(number)) for number in numbers)
+
+
 def _merged_leaves(
-    trace: Trace, sides: list[_Side], values: list[jax.Array], sizes: list[Counts]
+    trace: Trace,
+    sides: list[_Side],
+    values: list[jax.Array],
+    sizes: list[Counts],
+    apart: Refusal,
 ) -> list[Any]:
     a, b = sides
     leaves: list[Any] = []
@@ -650,6 +673,7 @@ def _merged_leaves(
             if like is not None and like.shape == value.shape:
                 tensor = TracedTensor(Storage(value, trace), (), like, value, flow)
             tensor._or_number = any(map(may_be_number, (one, other)))
+            tensor._unlike_number = _unlike_number(one, other, meta) and apart
             # No path makes a graph here: what has one is of before the call.
             is_old = flow is Flow.HIDDEN or not torch.is_grad_enabled()
             is_either = is_old and any(map(_has_graph, (one, other)))

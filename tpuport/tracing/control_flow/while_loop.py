@@ -201,12 +201,13 @@ class _Loop:
 
         `containers` has those to fill, and receives the new ones.
         """
-        made = [
-            wrap(v, m.dtype, trace=self.trace, flow=flow)
-            if isinstance(m, torch.Tensor)
-            else sym_numbers.number(v, number_kind(m))
-            for v, m, flow in zip(values, self.metas, self.flows, strict=True)
-        ]
+        made: list[Any] = []
+        for value, meta, flow in zip(values, self.metas, self.flows, strict=True):
+            if isinstance(meta, torch.Tensor):
+                made.append(wrap(value, meta.dtype, trace=self.trace, flow=flow))
+                made[-1]._unlike_number = meta._unlike_number  # type: ignore[attr-defined]
+            else:
+                made.append(sym_numbers.number(value, number_kind(meta)))
         for index in {*self.memory.given, *kept}:
             made[index] = self.leaves[index]
         return pytree.unflatten(self.spec, made, containers)
@@ -326,7 +327,9 @@ class _Loop:
         """
         value = leaf_value(leaf)
         tensors = isinstance(leaf, torch.Tensor), isinstance(meta, torch.Tensor)
+        marks = [getattr(one, "_unlike_number", None) for one in (leaf, meta)]
         changed = leaf.dtype != meta.dtype if all(tensors) else False
+        changed |= marks[0] is not None and marks[1] is None
         if not any(tensors):
             changed = number_kind(type(leaf)) is not number_kind(meta)
         if value.shape != before.shape:

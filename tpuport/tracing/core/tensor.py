@@ -78,6 +78,9 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     _as_number: tuple[jax.Array, int, Any] | None = None
     # Whether eager has a Python number in its place on some path.
     _or_number = False
+    # If it is a tensor of another dtype than that number would make: makes the error for an
+    # operation that would give something else for the number (`dispatch.or_number`).
+    _unlike_number: Any = None
     # Whether a branch under no_grad takes a tensor of before the call, with its graph, or another.
     _may_keep_graph = False
     # Which row it is of what a loop has made: see `series`.

@@ -22,7 +22,7 @@ from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
 from tpuport.tracing.core.view_steps import tied
-from tpuport.tracing.dispatch import dtypes, meta_infer
+from tpuport.tracing.dispatch import dtypes, meta_infer, or_number
 from tpuport.tracing.dispatch.int64_ops import (
     argument_of,
     floating_dtype,
@@ -75,6 +75,7 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
         operands, named = _operands(func, args, kwargs, tensors, metas)
         value = lower(operands, named)
         repeats = any(value is one for one in operands)
+    mark = or_number.check(func, tensors, metas)
     flow = Flow.STOPPED if func._opname in _CREATIONS else flow_of(tensors)
     if flow >= Flow.MAYBE and _has_zero_gradient(func, args, kwargs):
         value = tied(value, *map(value_of, tensors))
@@ -85,6 +86,7 @@ def dispatch_value(func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[
     if isinstance(result, TracedTensor) and not result.dim():
         given = [t for t in tensors if isinstance(t, torch.Tensor)]
         result._or_number = bool(given) and all(getattr(t, "_or_number", False) for t in given)
+        result._unlike_number = mark
     return result
 
 
