@@ -8,6 +8,7 @@ with. Torch functions reach the class's own `__torch_function__`, as in eager.
 import copy
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,18 +115,27 @@ class _OfClass(OfClass, TracedTensor):
         vars(made).update(self._attributes_set())
         return made
 
+    def __copy__(self) -> torch.Tensor:
+        """Return a tensor of the class on the same memory, with the same attributes."""
+        return self._copied(TracedTensor.__copy__, self._attributes_set())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a copy of the class, with copies of the attributes."""
-        core = self._plain_tensor()
-        kept = self._attributes_set()
+        memo[id(self)] = copied = self._copied(lambda core: TracedTensor.__deepcopy__(core, memo))
+        vars(copied).update(copy.deepcopy(self._attributes_set(), memo))
+        return copied
+
+    def _copied(
+        self, copied: Callable[[TracedTensor], torch.Tensor], held: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        kept, core = self._attributes_set(), self._plain_tensor()
         self._set_attributes({})
         try:
-            copied = TracedTensor.__deepcopy__(core, memo).as_subclass(type(self)._kind)
+            made = copied(core).as_subclass(type(self)._kind)
         finally:
             self._set_attributes(kept)
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(kept, memo))
-        return copied
+        vars(made).update(held or {})
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._on_host().__reduce_ex__(protocol)
