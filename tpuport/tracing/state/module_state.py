@@ -11,6 +11,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.clone import Cloner
+from tpuport.foundation.pytree.rebound import rebind_functions
 from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
@@ -401,13 +402,8 @@ class PythonChanges:
         them.
         """
         held = {n: v.value if isinstance(v, _BufferSlot) else v for n, v in self.after.items()}
-        return {
-            name: value
-            for name, value in held.items()
-            if name in self.registered
-            and isinstance(value, torch.Tensor)
-            and value.device.type != "meta"
-        }
+        mine = {name: value for name, value in held.items() if name in self.registered}
+        return {n: v for n, v in mine.items() if torch.is_tensor(v) and v.device.type != "meta"}
 
     def apply(self, module: torch.nn.Module) -> torch.nn.Module:
         """Apply the changes to a module of the same structure, and return the module to use.
@@ -417,6 +413,8 @@ class PythonChanges:
         if self.replacement is not None:
             return self.replacement
         after = self._with_own(module) if self.own or self.modules else self.after
+        owners = [self.owners[name] for name in self.names]
+        held = [vars(module.get_submodule(fqn)).get(attribute) for fqn, attribute in owners]
         for name in self.names:
             fqn, attribute = self.owners[name]
             owner = module.get_submodule(fqn)
@@ -436,6 +434,7 @@ class PythonChanges:
             else:
                 owner.__dict__[attribute] = value
         self.put_hooks_and_flags(module)
+        rebind_functions(module, zip(held, map(after.get, self.names), strict=True))
         return module
 
     def _with_own(self, module: torch.nn.Module) -> dict[str, Any]:
