@@ -220,6 +220,10 @@ def joined(kind: type[torch.Tensor]) -> type[TracedTensor]:
         space["__torch_function__"] = _DISABLED if disabled else classmethod(torch_function)
         for name in ("__class__", "__reduce_ex__"):
             space[name] = vars(_OfClass)[name]
+        # Those of parameters would come before those of traced tensors.
+        for name in ("__deepcopy__", "__repr__"):
+            if getattr(kind, name) is getattr(torch.nn.Parameter, name):
+                space[name] = getattr(_OfClass, name)
         space["__dict__"] = property(_OfClass._shown, _OfClass._take_shown)
         space["__new__"] = lambda cls, *args, **kwargs: kind.__new__(kind, *args, **kwargs)
 
@@ -248,10 +252,11 @@ def overrides(kind: type) -> bool:
 def _unfit(kind: type[torch.Tensor]) -> str | None:
     """Return why tensors of a class cannot be traced, or None."""
     if not is_class_of_tensors(kind):
-        return "which takes torch's operations itself, or is a parameter"
-    if type(kind) is not type(torch.Tensor):
+        return "which takes torch's operations itself"
+    if type(kind) not in (type(torch.Tensor), type(torch.nn.Parameter)):
         return f"whose class is a {type(kind).__name__}"
-    for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
+    bases = kind.__mro__[: kind.__mro__.index(torch.Tensor)]
+    for base in (one for one in bases if one is not torch.nn.Parameter):
         for name in vars(base):
             own = name in OWN and not hasattr(torch.Tensor, name)
             if name in _READ or own or name in vars(OfClass).keys() - vars(object).keys() - _FREE:

@@ -21,7 +21,6 @@ from tpuport.tracing.state.tensor_attributes import (
     OWN,
     attribute_keys,
     refuse_class,
-    refuse_parameter_class,
 )
 
 # Attributes that torch keeps on every module for itself, hooks included.
@@ -140,8 +139,6 @@ def state_tree(
             if first != name:
                 tree.aliases.setdefault(first, []).append(name)
                 return
-            if type(value) not in _USUAL:
-                refuse_parameter_class(name, value)
             if not value.__dict__.keys() <= OWN or is_class_of_tensors(type(value)):
                 tree.set_on.update(attribute_keys(name, value))
         tree.leaves[name] = value
@@ -297,7 +294,6 @@ def forget_random_states(before: StateTree, after: StateTree) -> None:
             after.statics[name], after.values[name] = before.statics[name], before.values[name]
 
 
-_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, TracedTensor})
 # Types whose values are interchangeable if they are equal.
 _EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)
