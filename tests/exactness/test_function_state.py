@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import weakref
 from typing import Any
 
 import jax
@@ -163,6 +164,7 @@ def test_copies_of_functions_are_made_only_where_they_lead_to_the_module():
             self.own, self.by_default = lambda: table, lambda table=table: table
             self.of_a_part = functools.partial(lambda held: held, table)
             self.named, self.softmax = copy.copy, nn.functional.softmax
+            self.parents = [weakref.proxy(nn.Identity())]  # of what is deleted at once
 
     module = Held()
     made, _ = clone_module(module, torch.clone)

@@ -420,11 +420,15 @@ def _held_by(function: types.FunctionType) -> list[Any]:
 
 def is_state(value: Any) -> bool:
     """Return whether a value is a container or object that a module may hold as its state."""
+    if type(value) in _PROXIES:  # one of a deleted object has no class
+        return False
     return not isinstance(value, (tuple, frozenset, functools.partial, *_SHARED))
 
 
 def state_below(value: Any) -> list[Any]:
     """Return what a module's state leads to, but not what its functions do."""
+    if type(value) in _PROXIES:
+        return []
     if isinstance(value, types.MethodType):
         return [value.__self__]
     if isinstance(value, functools.partial):

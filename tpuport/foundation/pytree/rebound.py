@@ -41,13 +41,13 @@ def rebind_functions(root: Any, replaced: Iterable[tuple[Any, Any]]) -> None:
 def _match(old: Any, new: Any, new_of: dict[int, Any]) -> None:
     """Note which container or object took the place of which, those inside of them too."""
     is_other = old is not new and type(old) is type(new) and id(old) not in new_of
-    if not is_other or isinstance(old, (torch.Tensor, torch.nn.Module)) or not is_state(old):
+    if not is_other or not is_state(old) or isinstance(old, (torch.Tensor, torch.nn.Module)):
         return
     new_of[id(old)] = new
     if isinstance(old, dict):
         for key in old.keys() & new.keys():
             _match(dict.__getitem__(old, key), dict.__getitem__(new, key), new_of)
-    else:
+    elif not isinstance(old, set):  # which has no order
         for one, other in zip(children(old).parts, children(new).parts, strict=False):
             _match(one, other, new_of)
     held, made = attributes_of(old), attributes_of(new)
