@@ -1,5 +1,6 @@
 """Writes with a gradient to detached tensors: they share memory with others, and no gradient."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,16 @@ def complex_numbers(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
     return torch.view_as_real(b)
 
 
+@program
+def shallow_copies(a: torch.Tensor, w: torch.Tensor, x: torch.Tensor) -> Any:
+    a = a * 1
+    b, row, kept = copy.copy(a), copy.copy(a[1]), copy.copy(w)
+    with torch.no_grad():
+        b[0] *= 2
+        row += 1
+    return a, a * b, kept * x.sum(), row
+
+
 # A branch runs all that follows it once more, so that these are models by themselves.
 BRANCHES = ["in_a_branch", "detached_in_a_branch"]
 GROUPS = [[name for name in PROGRAMS if name not in BRANCHES], *([name] for name in BRANCHES)]
@@ -248,6 +259,52 @@ def test_whether_a_gradient_is_required():
 
     x = torch.ones(3, 4)
     assert tpuport.convert(Asked([]))(x) == Asked([])(x) == (True, False, True, True, False)
+
+
+class Kind(torch.Tensor):
+    """A class of a script's own."""
+
+
+class Copying(nn.Module):
+    """A module that makes shallow copies of an argument, a buffer, a weight and a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[Any, ...]:
+        made, seen = x * self.w, copy.copy(self.seen)
+        made.tag, seen.tag = ["one"], "two"
+        seen += x.sum(0)
+        again, weight = copy.copy(made), copy.copy(self.w)
+        named = (x * 2).as_subclass(Kind)
+        named.tag = 3
+        other = copy.copy(named)
+        other += 1
+        facts = (again.tag is made.tag, copy.copy(seen).tag, again.is_leaf, again.requires_grad)
+        kinds = type(weight) is nn.Parameter, type(other) is Kind, other.tag
+        (slope,) = torch.autograd.grad((again**2).sum(), again)
+        return facts, kinds, slope, named + 0, copy.copy(x)
+
+
+def test_a_shallow_copy_is_a_leaf_with_the_attributes_on_the_same_memory():
+    ported, eager = tpuport.convert(Copying()), Copying()
+    for x in (torch.arange(6.0).view(2, 3), torch.ones(2, 3)):
+        (facts, kinds, *want), got = eager(x), ported(x)
+        assert got[:2] == (facts, kinds) == ((True, "two", True, True), (True, True, 3))
+        for have, value in zip(got[2:], want, strict=True):
+            torch.testing.assert_close(tpuport.to_torch(have), value.detach(), check_stride=False)
+    np.testing.assert_allclose(ported.buffers["seen"], eager.seen)
+    result = ported(torch.ones(2, 3))[2]
+    beside = copy.copy(result)
+    beside += 1
+    torch.testing.assert_close(tpuport.to_torch(result), torch.full((2, 3), 3.0))
+    with tpuport.porting():
+        module = Copying().cuda()
+        out = module(torch.ones(2, 3).cuda())
+        assert out[:2] == (facts, kinds)
+        torch.testing.assert_close(module.seen.cpu(), torch.full((3,), 2.0))
 
 
 def test_windows_of_a_detached_tensor_are_refused():

@@ -338,11 +338,46 @@ class TypedParameter(Typed, nn.Parameter):
         return torch.Tensor._make_subclass(cls, x, True)
 
 
-def test_a_class_of_parameters_is_refused():
-    model = nn.Linear(3, 3)
-    model.weight = TypedParameter(torch.ones(3, 3), "w")
-    with pytest.raises(PortError, match=r"TPU106 weight is a TypedParameter"):
-        tpuport.convert(model)(X)
+class Scaled(nn.Parameter):
+    """A parameter of a class with a method and an attribute, which a model asks for."""
+
+    factor = 3.0
+
+    def __new__(cls, x, kind="a", requires_grad=True):
+        made = super().__new__(cls, x, requires_grad)
+        made.kind = kind
+        return made
+
+    def real(self):
+        return self * self.factor
+
+
+class OfParameters(nn.Module):
+    """A module with parameters of classes, one of them changed in each call."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(3, 3)
+        self.layer.weight = TypedParameter(torch.randn(3, 3), "w")
+        self.scale = Scaled(torch.tensor([1.0, 2.0, 3.0]), "b")
+        self.mean = Scaled(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        scale = self.scale.real() if isinstance(self.scale, Scaled) else self.scale
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(x.mean(0))
+        kinds = [type(one).__name__ for one in self.parameters() if isinstance(one, nn.Parameter)]
+        factor = len(self.scale.kind) + ("Scaled" in kinds) + ("TypedParameter" in kinds)
+        return self.layer(x) * scale * self.mean.real() * factor, self.scale[1:], self.layer.weight
+
+
+def test_parameters_of_a_class_keep_it():
+    check(OfParameters, X, X * 2)
+    model = tpuport.convert(OfParameters()).to_torch()
+    assert [type(one) for one in model.parameters()][:2] == [Scaled, Scaled]
+    assert type(model.layer.weight) is TypedParameter
+    assert model.scale.kind == "b"
 
 
 def test_the_class_of_a_parameter_cannot_change_in_a_call():

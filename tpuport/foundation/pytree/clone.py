@@ -22,9 +22,11 @@ from tpuport.foundation.pytree.children import (
     Children,
     blank_of,
     children,
+    content,
     rebuilt,
     refill,
     slots_of,
+    walk,
 )
 from tpuport.foundation.pytree.kept_iterators import KeptIterator, is_kept
 from tpuport.foundation.pytree.tensor_classes import (
@@ -41,6 +43,8 @@ _SHARED = (
     types.CodeType,
     types.GeneratorType,
 )
+# Values of these types lead nowhere.
+_LEAVES = ATOMIC - {types.FunctionType}
 _BUILT_IN = frozenset({dict, OrderedDict, set, list})
 _PROXIES = frozenset({weakref.ProxyType, weakref.CallableProxyType})
 WEAK_DICTS = frozenset({weakref.WeakKeyDictionary, WeakIdKeyDictionary, WeakTensorKeyDictionary})
@@ -74,7 +78,10 @@ class Cloner:
         self.stand_ins: dict[int, Any] = {}
         self.memo: dict[int, Any] = {}
         self.keep: list[Any] = []
+        # What copies of functions hold, to be filled: cells, and functions with default values.
         self._cells: list[types.CellType] = []
+        self._with_defaults: list[types.FunctionType] = []
+        self._held: frozenset[int] | None = None
         # Copies of weak dicts with what they are of, and of containers that may hold ids.
         self._weak_dicts: list[tuple[Any, Any]] = []
         self._with_ids: list[Any] = []
@@ -87,9 +94,12 @@ class Cloner:
         self._root = value
         made = self._clone(value)
         # Only now are all the copies there that local functions may refer to.
-        while self._cells:
-            cell = self._cells.pop()
-            cell.cell_contents = self._bound(cell.cell_contents)
+        while self._cells or self._with_defaults:
+            if self._cells:
+                cell = self._cells.pop()
+                cell.cell_contents = self._bound(cell.cell_contents)
+            else:
+                self._bind_defaults(self._with_defaults.pop())
         self._look_up_copies()
         return made
 
@@ -150,17 +160,17 @@ class Cloner:
         return self.stand_ins.get(id(value), value) if self.stand_ins else value
 
     def _function(self, value: types.FunctionType) -> types.FunctionType:
-        """Return a function that refers to the copies where this one refers to modules or tensors.
+        """Return a function that refers to the copies of what this one refers to.
 
-        Modules keep such functions: `self.mlpf = lambda x: mlp.c_proj(mlp.act(mlp.c_fc(x)))`. A
-        function without such a reference is the same object.
+        Modules keep such functions: `self.mlpf = lambda x: mlp.c_proj(mlp.act(mlp.c_fc(x)))`, hooks
+        that fill a dict of the module, and in a loop `lambda x, layer=layer: layer(x)`. A function
+        without such a reference is the same object.
         """
-        old = value.__closure__ or ()
-        if not any(map(refers, old)):
+        if not self._leads(value):
             return value
         known = self.memo.get(id(value))
         if known is None:
-            cells = tuple(types.CellType(c.cell_contents) if refers(c) else c for c in old)
+            cells = tuple(self._cell(c) if self._leads(c) else c for c in value.__closure__ or ())
             known = types.FunctionType(
                 value.__code__, value.__globals__, value.__name__, value.__defaults__, cells
             )
@@ -168,12 +178,39 @@ class Cloner:
             known.__dict__.update(value.__dict__)
             self.memo[id(value)] = known
             self.keep.append(value)
-            self._cells += [new for new, of in zip(cells, old, strict=True) if new is not of]
+            self._with_defaults.append(known)
         return known
+
+    def _cell(self, cell: types.CellType) -> types.CellType:
+        """Return the copy of a cell, which functions may share."""
+        if id(cell) not in self.memo:
+            self.keep.append(cell)
+            self.memo[id(cell)] = made = types.CellType(cell.cell_contents)
+            self._cells.append(made)
+        return self.memo[id(cell)]
+
+    def _bind_defaults(self, function: types.FunctionType) -> None:
+        if function.__defaults__:
+            function.__defaults__ = tuple(map(self._bound, function.__defaults__))
+        if function.__kwdefaults__:
+            named = function.__kwdefaults__.items()
+            function.__kwdefaults__ = {name: self._bound(held) for name, held in named}
+
+    def _leads(self, value: Any) -> bool:
+        """Return whether a function or cell leads to a module, a tensor or state of the root."""
+        if type(value) is types.FunctionType and not _held_by(value):
+            return False
+        if refers(value):
+            return True
+        if self._held is None:
+            self._held = frozenset(map(id, filter(is_state, walk([self._root], state_below))))
+        return refers(value, held=self._held)
 
     def _bound(self, held: Any) -> Any:
         """Return the copy of what a cell holds; what is no part of the copied module stays."""
-        if not refers(held):
+        if id(held) in self.memo:
+            return self.memo[id(held)]
+        if not self._leads(held):
             return held
         if isinstance(held, types.FunctionType):
             return self._function(held)
@@ -183,13 +220,13 @@ class Cloner:
             parts = [self._bound(part) for part in held.args]
             options = {name: self._bound(part) for name, part in held.keywords.items()}
             return functools.partial(self._bound(held.func), *parts, **options)
-        if id(held) not in self.memo and type(held) in _CONTAINERS:
+        if type(held) in _CONTAINERS:
             self.keep.append(held)
             note = functools.partial(self.memo.__setitem__, id(held))
             made = rebuilt(children(held), self._bound, note)
             self.closed.append((made, children(made)))
             return made
-        return self.memo.get(id(held), held)
+        return held
 
     def _other(self, value: Any) -> Any:
         known = self.memo.get(id(value))
@@ -349,10 +386,13 @@ def clone_module(
     return cloner.clone(module), cloner.memo
 
 
-def refers(value: Any, seen: set[int] | None = None) -> bool:
-    """Return whether a function, or what its cell holds, leads to a module or a tensor."""
+def refers(value: Any, seen: set[int] | None = None, held: frozenset[int] = frozenset()) -> bool:
+    """Return whether a function, or what its cell holds, leads to a module or a tensor.
+
+    With `held`, it may lead to an object with one of these ids, too.
+    """
     seen = set() if seen is None else seen
-    if isinstance(value, (torch.nn.Module, torch.Tensor)):
+    if isinstance(value, (torch.nn.Module, torch.Tensor)) or id(value) in held:
         return True
     if id(value) in seen:
         return False
@@ -361,12 +401,39 @@ def refers(value: Any, seen: set[int] | None = None) -> bool:
     if isinstance(value, types.MethodType):
         parts = [value.__self__]
     elif isinstance(value, types.FunctionType):
-        parts = value.__closure__ or ()
+        parts = _held_by(value)
     elif isinstance(value, functools.partial):
         parts = [value.func, *value.args, *value.keywords.values()]
     elif type(value) in _CONTAINERS:
         parts = children(value).parts
     elif isinstance(value, types.CellType):
-        with contextlib.suppress(ValueError):  # not assigned yet
-            parts = [value.cell_contents]
-    return any(refers(part, seen) for part in parts)
+        parts = content(value)
+    return any(refers(part, seen, held) for part in parts)
+
+
+def _held_by(function: types.FunctionType) -> list[Any]:
+    """Return what a function's cells and default values hold that may refer to others."""
+    parts = [part for cell in function.__closure__ or () for part in content(cell)]
+    parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [part for part in parts if type(part) not in _LEAVES]
+
+
+def is_state(value: Any) -> bool:
+    """Return whether a value is a container or object that a module may hold as its state."""
+    if type(value) in _PROXIES:  # one of a deleted object has no class
+        return False
+    return not isinstance(value, (tuple, frozenset, functools.partial, *_SHARED))
+
+
+def state_below(value: Any) -> list[Any]:
+    """Return what a module's state leads to, but not what its functions do."""
+    if type(value) in _PROXIES:
+        return []
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, (torch.Tensor, *_SHARED)):
+        return []
+    content = children(value)
+    return [*content.parts, *content.held.values()]

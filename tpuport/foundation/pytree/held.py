@@ -61,8 +61,7 @@ class Held:
         kind = type(value)
         if kind in ATOMIC:
             # Others are one in the module and its copy.
-            cells = value.__closure__ if kind is types.FunctionType else None
-            self._is_known &= not any(map(refers, cells or ()))
+            self._is_known &= kind is not types.FunctionType or not refers(value)
             return []
         if kind in _DICTS:
             return self._of_dict(value)

@@ -33,11 +33,11 @@ class OfClass:
 def is_class_of_tensors(kind: type) -> bool:
     """Return whether a class of tensors is one that adds Python attributes and methods only.
 
-    Torch's own classes, parameters and classes that take ATen ops are none.
+    Torch's own classes and classes that take ATen ops are none; a class of parameters is one.
     """
     if issubclass(kind, OfClass):
         return True
-    if not issubclass(kind, torch.Tensor) or issubclass(kind, torch.nn.Parameter):
+    if not issubclass(kind, torch.Tensor) or kind is torch.nn.Parameter:
         return False
     if kind.__module__.split(".")[0] == "torch" or hasattr(kind, "is_traced"):
         return False

@@ -1,7 +1,10 @@
-"""The `__dict__` of a traced tensor of a class of the user's."""
+"""The attributes of a traced tensor that user code sets, and of its copies."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from tpuport.foundation.pytree.tensor_classes import OfClass
 
@@ -68,3 +71,16 @@ class SetAttributes(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
+
+
+def as_copy(
+    source: torch.Tensor, made: torch.Tensor, copied: Callable[[Any], Any] = lambda value: value
+) -> Any:
+    """Return a leaf with the flag and the attributes of the tensor that it is a copy of."""
+    if source.requires_grad:
+        made.requires_grad_()
+    held = vars(source)
+    for name in ("_is_param", *(n for n in held if not n.startswith("_"))):
+        if name in held:
+            setattr(made, name, copied(held[name]))
+    return made

@@ -25,6 +25,7 @@ from tpuport.tracing.core.graph_node import GraphNode
 from tpuport.tracing.core.leaf_flags import set_flag
 from tpuport.tracing.core.op_handler import handle
 from tpuport.tracing.core.row_list import RowIterator, RowList
+from tpuport.tracing.core.set_attributes import as_copy
 from tpuport.tracing.core.storage import Flow, Storage, detaching, differentiable
 from tpuport.tracing.core.sym_node import NumberNode, TracedText
 from tpuport.tracing.core.sym_numbers import from_node, number
@@ -528,6 +529,10 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
         del args, kwargs
         return self if self._storage.trace is not None else to_cpu(self)
 
+    def __copy__(self) -> torch.Tensor:
+        """Return a leaf on the same memory, as eager does: no gradient goes back."""
+        return as_copy(self, torch.Tensor.detach(self))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a leaf on a copy of the memory, as eager does.
 
@@ -551,12 +556,7 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
                 stored.stride = self._storage.stride
                 memo[id(self._storage)] = stored
             copied = TracedTensor(stored, self._chain, meta_of(self)).detach()
-        if self.requires_grad:
-            copied.requires_grad_()
-        for name in ("_is_param", *(n for n in vars(self) if not n.startswith("_"))):
-            if name in vars(self):
-                setattr(copied, name, copy.deepcopy(vars(self)[name], memo))
-        memo[id(self)] = copied
+        memo[id(self)] = as_copy(self, copied, lambda value: copy.deepcopy(value, memo))
         return copied
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -8,6 +8,7 @@ with. Torch functions reach the class's own `__torch_function__`, as in eager.
 import copy
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -114,18 +115,27 @@ class _OfClass(OfClass, TracedTensor):
         vars(made).update(self._attributes_set())
         return made
 
+    def __copy__(self) -> torch.Tensor:
+        """Return a tensor of the class on the same memory, with the same attributes."""
+        return self._copied(TracedTensor.__copy__, self._attributes_set())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return a copy of the class, with copies of the attributes."""
-        core = self._plain_tensor()
-        kept = self._attributes_set()
+        memo[id(self)] = copied = self._copied(lambda core: TracedTensor.__deepcopy__(core, memo))
+        vars(copied).update(copy.deepcopy(self._attributes_set(), memo))
+        return copied
+
+    def _copied(
+        self, copied: Callable[[TracedTensor], torch.Tensor], held: dict[str, Any] | None = None
+    ) -> torch.Tensor:
+        kept, core = self._attributes_set(), self._plain_tensor()
         self._set_attributes({})
         try:
-            copied = TracedTensor.__deepcopy__(core, memo).as_subclass(type(self)._kind)
+            made = copied(core).as_subclass(type(self)._kind)
         finally:
             self._set_attributes(kept)
-        memo[id(self)] = copied
-        vars(copied).update(copy.deepcopy(kept, memo))
-        return copied
+        vars(made).update(held or {})
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._on_host().__reduce_ex__(protocol)
@@ -210,6 +220,10 @@ def joined(kind: type[torch.Tensor]) -> type[TracedTensor]:
         space["__torch_function__"] = _DISABLED if disabled else classmethod(torch_function)
         for name in ("__class__", "__reduce_ex__"):
             space[name] = vars(_OfClass)[name]
+        # Those of parameters would come before those of traced tensors.
+        for name in ("__deepcopy__", "__repr__"):
+            if getattr(kind, name) is getattr(torch.nn.Parameter, name):
+                space[name] = getattr(_OfClass, name)
         space["__dict__"] = property(_OfClass._shown, _OfClass._take_shown)
         space["__new__"] = lambda cls, *args, **kwargs: kind.__new__(kind, *args, **kwargs)
 
@@ -238,10 +252,11 @@ def overrides(kind: type) -> bool:
 def _unfit(kind: type[torch.Tensor]) -> str | None:
     """Return why tensors of a class cannot be traced, or None."""
     if not is_class_of_tensors(kind):
-        return "which takes torch's operations itself, or is a parameter"
-    if type(kind) is not type(torch.Tensor):
+        return "which takes torch's operations itself"
+    if type(kind) not in (type(torch.Tensor), type(torch.nn.Parameter)):
         return f"whose class is a {type(kind).__name__}"
-    for base in kind.__mro__[: kind.__mro__.index(torch.Tensor)]:
+    bases = kind.__mro__[: kind.__mro__.index(torch.Tensor)]
+    for base in (one for one in bases if one is not torch.nn.Parameter):
         for name in vars(base):
             own = name in OWN and not hasattr(torch.Tensor, name)
             if name in _READ or own or name in vars(OfClass).keys() - vars(object).keys() - _FREE:

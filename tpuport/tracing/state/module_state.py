@@ -11,6 +11,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.pytree.clone import Cloner
+from tpuport.foundation.pytree.rebound import rebind_functions
 from tpuport.foundation.pytree.tensor_classes import is_class_of_tensors
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
@@ -20,7 +21,6 @@ from tpuport.tracing.state.tensor_attributes import (
     OWN,
     attribute_keys,
     refuse_class,
-    refuse_parameter_class,
 )
 
 # Attributes that torch keeps on every module for itself, hooks included.
@@ -139,8 +139,6 @@ def state_tree(
             if first != name:
                 tree.aliases.setdefault(first, []).append(name)
                 return
-            if type(value) not in _USUAL:
-                refuse_parameter_class(name, value)
             if not value.__dict__.keys() <= OWN or is_class_of_tensors(type(value)):
                 tree.set_on.update(attribute_keys(name, value))
         tree.leaves[name] = value
@@ -296,7 +294,6 @@ def forget_random_states(before: StateTree, after: StateTree) -> None:
             after.statics[name], after.values[name] = before.statics[name], before.values[name]
 
 
-_USUAL = frozenset({torch.Tensor, torch.nn.Parameter, TracedTensor})
 # Types whose values are interchangeable if they are equal.
 _EXACT = frozenset({bool, int, str, type(None), torch.dtype, torch.device, types.FunctionType})
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, types.FunctionType, type)
@@ -401,13 +398,8 @@ class PythonChanges:
         them.
         """
         held = {n: v.value if isinstance(v, _BufferSlot) else v for n, v in self.after.items()}
-        return {
-            name: value
-            for name, value in held.items()
-            if name in self.registered
-            and isinstance(value, torch.Tensor)
-            and value.device.type != "meta"
-        }
+        mine = {name: value for name, value in held.items() if name in self.registered}
+        return {n: v for n, v in mine.items() if torch.is_tensor(v) and v.device.type != "meta"}
 
     def apply(self, module: torch.nn.Module) -> torch.nn.Module:
         """Apply the changes to a module of the same structure, and return the module to use.
@@ -417,6 +409,8 @@ class PythonChanges:
         if self.replacement is not None:
             return self.replacement
         after = self._with_own(module) if self.own or self.modules else self.after
+        owners = [self.owners[name] for name in self.names]
+        held = [vars(module.get_submodule(fqn)).get(attribute) for fqn, attribute in owners]
         for name in self.names:
             fqn, attribute = self.owners[name]
             owner = module.get_submodule(fqn)
@@ -436,6 +430,7 @@ class PythonChanges:
             else:
                 owner.__dict__[attribute] = value
         self.put_hooks_and_flags(module)
+        rebind_functions(module, zip(held, map(after.get, self.names), strict=True))
         return module
 
     def _with_own(self, module: torch.nn.Module) -> dict[str, Any]:

@@ -88,26 +88,6 @@ def refuse_class(name: str, value: Any) -> None:
         )
 
 
-def refuse_parameter_class(name: str, value: torch.Tensor) -> None:
-    """Refuse a parameter of a class that is one of parameters and of other tensors, too.
-
-    Raises:
-        PortError: it is.
-    """
-    kind = type(value)
-    if not is_class_of_tensors(kind) and any(map(is_class_of_tensors, kind.__mro__)):
-        raise port_error(
-            f"{name} is a {kind.__name__}, a class of parameters that are tensors of a class of"
-            " their own: a program keeps the values of a parameter only",
-            code="TPU106",
-            remedy=(
-                "make the parameter an ordinary one of the plain tensor, and make the tensor of"
-                " the class in forward; if the class of the module is not yours, leave it to eager"
-                " PyTorch: `tpuport run --eager NAME`"
-            ),
-        )
-
-
 def refuse_wrapper(name: str, tensor: torch.Tensor, error: Exception) -> None:
     """Refuse state whose class keeps the values in other tensors, as quantized weights do.
 
