@@ -162,9 +162,16 @@ def _while(paths: Paths, eqn: Any) -> list[Path]:
     return [p << test for p in found]
 
 
+def has_rule_of(eqn: Any, function: Any) -> bool:
+    """Return whether an equation calls this `jax.custom_jvp` function."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    return eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == function.__name__
+
+
 def _custom_jvp(paths: Paths, eqn: Any) -> list[Path]:
     del paths
-    if eqn.params.get("name") == replace_value.__name__:
+    if has_rule_of(eqn, replace_value):
         return [_bit(0)]
     return [_all_of(eqn)] * len(eqn.outvars)
 
