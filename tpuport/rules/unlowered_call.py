@@ -19,6 +19,9 @@ FUNCTIONS = frozenset(
         "torch.nn.functional.ctc_loss",
         "torch.nn.functional.rrelu",
         "torch.nn.functional.embedding_bag",
+        "torch.sparse_coo_tensor",
+        "torch.sparse.FloatTensor",
+        "torch.sparse_csr_tensor",
         "torch.nn.attention.flex_attention.flex_attention",
     }
 )
@@ -79,11 +82,12 @@ class UnloweredCall(Rule):
     ## What it does
     Finds calls on traced tensors that torchax cannot turn into JAX: `hann_window`, `round_`,
     `exp_` and some other in-place methods, `affine_grid`, `ctc_loss`, flex attention, samples of
-    `Beta`, and `torch.normal`, `F.linear` and `F.interpolate` with some keywords.
+    `Beta`, sparse tensors, and `torch.normal`, `F.linear` and `F.interpolate` with some keywords.
 
     ## Why is this bad?
     The trace stops with `OperatorNotFound` or a `TypeError`. `tpuport.convert` brings lowerings
-    of its own for these; plain torchax does not.
+    of its own for these; plain torchax does not. Of a sparse tensor it needs values that depend on
+    no input of the program: sum rows by `index_add` instead of a product with another one.
 
     ## Fix safety
     There is no automatic fix in source: port with `tpuport.convert`, or compose it of other
@@ -131,6 +135,19 @@ class UnloweredCall(Rule):
             def forward(x: torch.Tensor):
                 share = Beta(x.exp(), x.exp(), validate_args=False)
                 return share.sample()
+            """,
+            jit_error="OperatorNotFound",
+            left="no automatic fix",
+        ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                places = torch.stack([torch.arange(len(x)), torch.arange(len(x))])
+                weights = torch.sparse_coo_tensor(places, x.flatten(1).sum(1))
+                return weights @ x.flatten(1)
             """,
             jit_error="OperatorNotFound",
             left="no automatic fix",
