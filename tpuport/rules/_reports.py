@@ -48,6 +48,27 @@ def _is_log_owner(owner: ast.expr) -> bool:
             return False
 
 
+# Builtins that change nothing, for what a log line says.
+_HARMLESS = frozenset({"float", "int", "len", "repr", "round", "str", "tuple", "type"})
+
+
+def is_harmless_log(statement: ast.stmt) -> bool:
+    """Return whether a statement only logs, and what it says is computed without an effect.
+
+    Calls of the user's own functions may have any.
+    """
+    if not is_log(statement):
+        return False
+    assert isinstance(statement, ast.Expr)
+    assert isinstance(statement.value, ast.Call)
+    said = [*statement.value.args, *(keyword.value for keyword in statement.value.keywords)]
+    calls = [one for part in said for one in ast.walk(part) if isinstance(one, ast.Call)]
+    names = [one.func.id if isinstance(one.func, ast.Name) else "" for one in calls]
+    return _HARMLESS.issuperset(names) and not any(
+        isinstance(one, ast.NamedExpr | ast.Await) for part in said for one in ast.walk(part)
+    )
+
+
 def leading_logs(statements: Sequence[ast.stmt]) -> int:
     """Return the number of statements at the start that only log."""
     count = 0
