@@ -17,6 +17,7 @@ class Tables(nn.Module):
         self.words = nn.Embedding(12, 4, sparse=True, padding_idx=2)
         self.bags = nn.EmbeddingBag(9, 4, mode="sum", sparse=True, padding_idx=1)
         self.means = nn.EmbeddingBag(7, 4, sparse=True)
+        self.short = nn.Embedding(8, 4, sparse=True, max_norm=0.5)
         self.tied = nn.Embedding(6, 4, sparse=True)
         self.last = nn.Linear(4, 1)
 
@@ -24,6 +25,7 @@ class Tables(nn.Module):
         # A row that ReLU takes all of is read, though its gradient is zero.
         hidden = torch.relu(self.words(words).sum(1)) + torch.relu(self.bags(many, of))
         hidden = hidden + self.words(words.flip(1)[:, :1]).mean(1) + self.means(many % 7, of)
+        hidden = hidden + self.short(words[:, 0] % 8).tanh()
         tied = self.tied(words[:, 0] % 6) @ self.tied.weight.T
         return self.last(hidden) + tied.sum(1, keepdim=True)
 
@@ -50,7 +52,7 @@ def trained(device: str, rows: type[torch.optim.Optimizer]) -> tuple[list[object
     """Return which rows have a gradient in each of three steps, and the parameters at the end."""
     torch.manual_seed(0)
     model = Tables().to(device)
-    sparse = [model.words.weight, model.bags.weight, model.means.weight]
+    sparse = [t.weight for t in (model.words, model.bags, model.means, model.short)]
     others = [p for p in model.parameters() if all(p is not one for one in sparse)]
     optimizers = [rows(sparse), torch.optim.SGD(others, 0.1)]
     generator = torch.Generator().manual_seed(1)

@@ -1,6 +1,6 @@
 """Gradients of tables that eager PyTorch makes sparse: `nn.Embedding(sparse=True)`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,9 @@ import torch
 from jax.extend import core
 
 from tpuport.foundation.errors import PortError
+from tpuport.tracing.core.paths import has_rule_of
 from tpuport.tracing.core.sparse_rows import inner_lookups, is_lookup
+from tpuport.tracing.core.view_steps import replace_value
 
 
 def sparse_lookups(jaxpr: Any) -> dict[int, list[Any]]:
@@ -29,14 +31,23 @@ def sparse_lookups(jaxpr: Any) -> dict[int, list[Any]]:
         )
     numbers = {var: number for number, var in enumerate(jaxpr.invars)}
     found: dict[int, list[Any]] = {}
-    dense = {numbers[atom] for atom in jaxpr.outvars if atom in numbers} if numbers else set()
+    dense = _numbered(jaxpr.outvars, numbers)
     for eqn in jaxpr.eqns:
-        read = [numbers[a] for a in eqn.invars if isinstance(a, core.Var) and a in numbers]
-        if is_lookup(eqn) and eqn.invars[0] in numbers:
-            table, *read = read
-            found.setdefault(table, []).append(eqn.invars[3])
-        dense.update(read)
+        if has_rule_of(eqn, replace_value):  # rows that `max_norm` scales are still the table's
+            old, new = (_numbered([atom], numbers) for atom in eqn.invars)
+            numbers.update((eqn.outvars[0], number) for number in old)
+            dense |= new
+        elif is_lookup(eqn):
+            for number in _numbered(eqn.invars[:1], numbers):
+                found.setdefault(number, []).append(eqn.invars[3])
+        elif eqn.primitive.name != "stop_gradient":
+            dense |= _numbered(eqn.invars, numbers)
     return {number: uses for number, uses in found.items() if number not in dense}
+
+
+def _numbered(atoms: Iterable[Any], numbers: dict[Any, int]) -> set[int]:
+    """Return the numbers of the inputs among variables and literals of a program."""
+    return {numbers[a] for a in atoms if isinstance(a, core.Var) and a in numbers}
 
 
 def with_sparse(
