@@ -260,14 +260,17 @@ def tells_each_round(x: torch.Tensor):
     return x
 
 
-def tells_first(x: torch.Tensor):
-    left = x * 1
+def tells_at_times(x: torch.Tensor):
+    left, rounds = x * 1, 0
     while left.max() > 1:
         print("a"); left = left - 1  # fmt: skip # noqa: E702, T201
+        rounds += 1
+        if rounds % 2 == 0:
+            print(f"{rounds}: {left.max().item():.2f}")  # noqa: T201
     return left
 
 
-@pytest.mark.parametrize("function", [tells_each_round, tells_first])
+@pytest.mark.parametrize("function", [tells_each_round, tells_at_times])
 def test_a_loop_that_logs_is_one_program_that_says_nothing(function, capsys):
     """Eager PyTorch says it in the comparison; a trace would tell of rounds that do not run."""
     ported = tpuport.convert(function, verify=False)
@@ -301,7 +304,28 @@ def shows_what_its_function_changes(x: torch.Tensor):
     return x, len(seen)
 
 
-@pytest.mark.parametrize("function", [shows_what_it_changes, shows_what_its_function_changes])
+class Counts:
+    def __init__(self):
+        self.asked = 0
+
+    def count(self):
+        self.asked += 1
+        return self.asked
+
+
+def shows_what_a_method_changes(x: torch.Tensor):
+    counts = Counts()
+    while x.abs().max() > 1:
+        if counts.count() > 1:
+            print("again")  # noqa: T201
+        x = x / 2
+    return x, counts.asked
+
+
+CHANGES = [shows_what_it_changes, shows_what_its_function_changes, shows_what_a_method_changes]
+
+
+@pytest.mark.parametrize("function", CHANGES)
 def test_what_a_log_line_changes_is_not_left_out(function):
     with pytest.raises(tpuport.PortError):
         tpuport.convert(function, verify=False)(torch.full((3,), 5.0))
