@@ -112,3 +112,39 @@ def test_a_table_in_a_region_is_a_program_of_its_own() -> None:
         found = run("cuda")
     for one, other in zip(expected, found, strict=True):
         torch.testing.assert_close(other, one)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.line = nn.Embedding(5, 3, sparse=True), nn.Linear(3, 3)
+
+    def forward(self, hidden: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.line(hidden)) + self.words(words)
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        hidden = torch.ones(len(words), 3, device=words.device)
+        for block in self.blocks:
+            hidden = block(hidden, words)
+        return hidden.sum()
+
+
+@pytest.mark.filterwarnings("error::tpuport.compat.emulated.programs.PortWarning")
+def test_equal_blocks_with_such_tables_are_one_program() -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Stack().to(device)
+        model(torch.tensor([1, 3, 1], device=device)).backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        assert sum(g.is_sparse for g in found) == 4
+        return [g.to_dense().cpu() for g in found]
+
+    expected = run("cpu")
+    with tpuport.porting():
+        torch.testing.assert_close(run("cuda"), expected)

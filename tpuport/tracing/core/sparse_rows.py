@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import torch
 from jax.custom_derivatives import linear_call
 
 from tpuport.tracing.core.inner_programs import inner_programs
@@ -55,6 +56,11 @@ def sparse_lookup(table: jax.Array, index: jax.Array, padding: int) -> jax.Array
     count = table.shape[0]
     read = jnp.where(index == padding, count, index) if padding >= 0 else index
     return looked_up(table, index, read, jnp.zeros(count, np.float32))
+
+
+def has_sparse_gradient(module: torch.nn.Module) -> bool:
+    """Return whether a module holds such a table."""
+    return any(one.__dict__.get("sparse") is True for one in torch.nn.Module.modules(module))
 
 
 def is_lookup(eqn: Any) -> bool:
