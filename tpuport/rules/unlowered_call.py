@@ -25,6 +25,8 @@ FUNCTIONS = frozenset(
         "torch.nn.attention.flex_attention.flex_attention",
     }
 )
+# Layers that call these, wherever they are made.
+LAYERS = frozenset({"torch.nn.CTCLoss", "torch.nn.EmbeddingBag", "torch.nn.RReLU"})
 METHODS = frozenset(
     {
         "round_",
@@ -81,8 +83,9 @@ class UnloweredCall(Rule):
 
     ## What it does
     Finds calls on traced tensors that torchax cannot turn into JAX: `hann_window`, `round_`,
-    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss`, flex attention, samples of
-    `Beta`, sparse tensors, and `torch.normal`, `F.linear` and `F.interpolate` with some keywords.
+    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss` and `embedding_bag` with their
+    layers, flex attention, samples of `Beta`, sparse tensors, and `torch.normal`, `F.linear` and
+    `F.interpolate` with some keywords.
 
     ## Why is this bad?
     The trace stops with `OperatorNotFound` or a `TypeError`. `tpuport.convert` brings lowerings
@@ -174,7 +177,8 @@ class UnloweredCall(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
-        if self._is_unlowered(node, context) and context.in_step(node):
+        is_layer = context.name(node.func) in LAYERS
+        if is_layer or (self._is_unlowered(node, context) and context.in_step(node)):
             context.report(self, node, call=node.func)
 
     def _is_unlowered(self, node: ast.Call, context: Context) -> bool:
