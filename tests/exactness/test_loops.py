@@ -1,5 +1,7 @@
 """What a loop on a traced value carries from round to round."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -248,3 +250,82 @@ def test_without_checks_a_loop_is_left_out_only_if_the_code_itself_raises(is_jit
     assert np.array_equal(call(raises_in_each_round, small), small.numpy())
     ported = tpuport.convert(fails_in_each_round)
     assert np.array_equal(tpuport.to_numpy(ported(large)), large.numpy())
+
+
+def tells_each_round(x: torch.Tensor):
+    while x.abs().max() > 1:
+        print("too large", len(x))  # noqa: T201
+        x = x / 2
+        logging.getLogger(__name__).warning("halved")
+    return x
+
+
+def tells_at_times(x: torch.Tensor):
+    left, rounds = x * 1, 0
+    while left.max() > 1:
+        print("a"); left = left - 1  # fmt: skip # noqa: E702, T201
+        rounds += 1
+        if rounds % 2 == 0:
+            print(f"{rounds}: {left.max().item():.2f}")  # noqa: T201
+    return left
+
+
+@pytest.mark.parametrize("function", [tells_each_round, tells_at_times])
+def test_a_loop_that_logs_is_one_program_that_says_nothing(function, capsys):
+    """Eager PyTorch says it in the comparison; a trace would tell of rounds that do not run."""
+    ported = tpuport.convert(function, verify=False)
+    for scale in (0.5, 3.0, 40.0):
+        x = torch.full((3,), scale)
+        got = tpuport.to_torch(ported(x))
+        assert capsys.readouterr().out == ""
+        torch.testing.assert_close(got, function(x))
+        assert (capsys.readouterr().out != "") == (scale > 1)
+    assert not ported.report.retraces
+
+
+def shows_what_it_changes(x: torch.Tensor):
+    seen = []
+    while x.abs().max() > 1:
+        print(seen.append(1))  # noqa: T201
+        x = x / 2
+    return x, len(seen)
+
+
+def shows_what_its_function_changes(x: torch.Tensor):
+    seen = []
+
+    def note():
+        seen.append(1)
+        return len(seen)
+
+    while x.abs().max() > 1:
+        print(note())  # noqa: T201
+        x = x / 2
+    return x, len(seen)
+
+
+class Counts:
+    def __init__(self):
+        self.asked = 0
+
+    def count(self):
+        self.asked += 1
+        return self.asked
+
+
+def shows_what_a_method_changes(x: torch.Tensor):
+    counts = Counts()
+    while x.abs().max() > 1:
+        if counts.count() > 1:
+            print("again")  # noqa: T201
+        x = x / 2
+    return x, counts.asked
+
+
+CHANGES = [shows_what_it_changes, shows_what_its_function_changes, shows_what_a_method_changes]
+
+
+@pytest.mark.parametrize("function", CHANGES)
+def test_what_a_log_line_changes_is_not_left_out(function):
+    with pytest.raises(tpuport.PortError):
+        tpuport.convert(function, verify=False)(torch.full((3,), 5.0))

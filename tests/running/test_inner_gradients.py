@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import tpuport
-from tpuport.compat.emulated.gradients import graph_reaches
+from tpuport.compat.emulated.inner_outputs import graph_reaches
 from tpuport.compat.emulated.programs import PortWarning
 
 

@@ -262,3 +262,30 @@ def test_a_value_with_a_gradient_that_a_leaf_is_given_under_no_grad_is_refused()
         leaf = torch.ones(2, 3, device="cuda", requires_grad=True)
         with pytest.raises(PortError, match=r"args\[0\] is given a tensor with a gradient"):
             DoublesUnderNoGrad().cuda()(leaf)
+
+
+class BindsToData(nn.Module):
+    """Gives what a gradient flows to another value, which gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.line(x)
+        h.data = h.data + self.scale
+        return h * h
+
+
+def test_a_value_that_data_is_bound_to_gets_no_gradient() -> None:
+    def gradients(device: str) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        model = BindsToData().to(device)
+        model(torch.ones(2, 3, device=device)).sum().backward()
+        return [p.grad if p.grad is None else p.grad.cpu() for p in model.parameters()]
+
+    expected = gradients("cpu")
+    with tpuport.porting():
+        found = gradients("cuda")
+    assert [g is None for g in found] == [g is None for g in expected] == [True, False, False]
+    torch.testing.assert_close(found[1:], expected[1:])

@@ -249,6 +249,13 @@ def test_names_follow_the_flow(before: str, expression: str, expected: str):
         ("y.convert('RGB'); y.shape", "unknown"),
         ("y.items()", "unknown"),
         ("isinstance(y, list); y.shape", "unknown"),
+        ("for i, (a, b) in enumerate(y):\n        a = a.item()", "traced"),
+        ("for a in y:\n        b = a.item()", "traced"),
+        ("for i, (a, b) in enumerate(y):\n        i.item()", "unknown"),
+        ("for a in y.items():\n        a.item()", "unknown"),
+        ("for a in y:\n        self.n.item()", "unknown"),
+        ("isinstance(y, list)\nfor a in y:\n    a.item()", "unknown"),
+        ("z = y[0].item()", "traced"),
     ],
 )
 def test_a_bare_parameter_is_judged_by_its_use(use: str, expected: str):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tpuport.verify import processes
-from tpuport.verify.compare import _apart
+from tpuport.verify.compare import Recording, _apart, interface
 from tpuport.verify.processes import EAGER, VerifiedScript
 from tpuport.verify.recorder import StepRecorder, WrittenPaths, called_here
 
@@ -40,6 +40,25 @@ def test_names_are_those_of_the_whole_model(tmp_path: Path) -> None:
     running = {name for name in recorder.buffers() if "running" in name}
     assert running == {"net.1.running_mean", "net.1.running_var"}
     del copy, part, proxy, wrapper
+
+
+def test_a_sparse_gradient_is_told_from_a_dense_one(tmp_path: Path) -> None:
+    """Optimizers treat them differently, and rounding is added to both."""
+    for kind in ("sparse", "dense", "disturbed"):
+        (tmp_path / kind).mkdir()
+        table = torch.nn.Embedding(4, 2, sparse=kind != "dense")
+        table(torch.tensor([1, 3, 1])).sum().backward()
+        recorder = StepRecorder(tmp_path / kind, "trained", 1, disturbed=kind == "disturbed")
+        recorder.before_step(torch.optim.SGD(table.parameters()))
+        recorder.finish()
+    sparse, dense, disturbed = (
+        Recording(tmp_path / kind) for kind in ("sparse", "dense", "disturbed")
+    )
+    (problem,) = interface(sparse, dense).checks[0].problems
+    assert "sparse" in problem
+    (mine,), (other,) = sparse.part("gradient").values(), dense.part("gradient").values()
+    assert mine.tolist() == other.tolist() == [[0, 0], [2, 2], [0, 0], [1, 1]]
+    assert 0 < (mine - next(iter(disturbed.part("gradient").values()))).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("grows", [False, True])

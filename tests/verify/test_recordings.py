@@ -164,6 +164,17 @@ def test_what_torch_saved_is_compared_whatever_its_name(tmp_path: Path, name: st
     assert found.errors == [(name, pytest.approx(0.5))]
 
 
+def test_nan_in_one_of_two_files_is_a_difference(tmp_path: Path) -> None:
+    """A script keeps the best loss in its checkpoint, which is infinite in both at first."""
+    for side, value in (("eager", 1.0), ("ported", NAN)):
+        (tmp_path / side).mkdir()
+        torch.save({"best": torch.tensor([INF, NAN])}, tmp_path / side / "same.pt")
+        torch.save({"best": torch.tensor(INF), "x": torch.tensor(value)}, tmp_path / side / "x.pt")
+    found = compare_files(tmp_path / "eager", tmp_path / "ported")
+    assert dict(found.errors)["x.pt"] == INF
+    assert dict(found.errors).get("same.pt", 0.0) == 0.0
+
+
 @pytest.mark.parametrize(
     ("mine", "other", "relative"),
     [

@@ -48,6 +48,43 @@ def _is_log_owner(owner: ast.expr) -> bool:
             return False
 
 
+# Builtins that change nothing, for what a log line says.
+_HARMLESS = frozenset({"float", "int", "len", "repr", "round", "str", "tuple", "type"})
+# Methods of tensors, numbers and text that change nothing; those of other objects may.
+_PURE = frozenset({"abs", "item", "max", "mean", "min", "norm", "size", "sum", "tolist", "format"})
+
+
+def is_harmless_log(statement: ast.stmt) -> bool:
+    """Return whether a statement only logs, and what it says is computed without an effect.
+
+    Calls of functions of the user may have one. It may log under a test, as in every tenth round.
+    """
+    match statement:
+        case ast.If(test=test, body=body, orelse=orelse):
+            return _is_harmless(test) and all(map(is_harmless_log, [*body, *orelse]))
+        case ast.Expr(value=ast.Call(args=args, keywords=keywords)):
+            return is_log(statement) and all(
+                map(_is_harmless, [*args, *(k.value for k in keywords)])
+            )
+        case _:
+            return False
+
+
+def _is_harmless(node: ast.expr) -> bool:
+    """Return whether an expression calls nothing but what is known to change nothing."""
+    for part in ast.walk(node):
+        match part:
+            case ast.Call(func=ast.Name(id=name)) if name in _HARMLESS:
+                pass
+            case ast.Call(func=ast.Attribute(attr=name)) if name in _PURE:
+                pass
+            case ast.Call() | ast.NamedExpr() | ast.Await() | ast.Yield() | ast.YieldFrom():
+                return False
+            case _:
+                pass
+    return True
+
+
 def leading_logs(statements: Sequence[ast.stmt]) -> int:
     """Return the number of statements at the start that only log."""
     count = 0

@@ -9,6 +9,7 @@ from tpuport.rules._effects import changed_names, refuse_changed_operands, refus
 from tpuport.rules._expressions import OPS, Expressions, function_around
 from tpuport.rules._lifting import Lift, as_tuple, end_of, is_range, refuse_loop_exits
 from tpuport.rules._loop_returns import return_after
+from tpuport.rules._reports import is_harmless_log
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.inference.liveness import NameSet, targets
 from tpuport.source.rewrite.finding import Fix, NotFixable, Safety, Severity
@@ -43,7 +44,8 @@ class TensorWhile(Rule):
     `continue`, or a loop by `return`, where a variable that it carries may be unbound before it,
     or where its body writes to an object that others see. `convert` also rewrites such loops: it
     carries whether the loop goes on, returns after it, binds variables in a first round of their
-    own, and carries attributes and items that a round replaces.
+    own, carries attributes and items that a round replaces, and leaves out lines that
+    only log.
 
     A `lax.while_loop` has no reverse-mode gradient under plain torchax. `convert` gives it one, of
     first order: the backward pass runs the rounds again.
@@ -171,7 +173,8 @@ class TensorWhile(Rule):
         if context.is_live and not context.grows(node):
             changed = changed_names(node.body)
             known = {"merged": changed, "watched": ("self",)}
-            refuse_effects(node.body, context, entering=lift.operands, **known)
+            body = [one for one in node.body if not is_harmless_log(one)]
+            refuse_effects(body, context, entering=lift.operands, **known)
         refuse_changed_operands(node.body, context, carried=lift.outputs)
         begun = _begun(lift, flow.after[node])
         if not lift.outputs and not context.is_live:
@@ -207,6 +210,8 @@ def _loop_edit(node: ast.While, carried: list[str], begun: list[str], context: C
     The second one returns first whether the loop goes on, if it has a `break`.
     """
     layout, expressions = Layout(node, context), Expressions(context)
+    if context.is_live:  # a program reports nothing, as for a branch that logs
+        layout.dropped.update(filter(is_harmless_log, node.body))
     names = [context.module.fresh_name(node, name) for name in ("loop_test", "loop_body")]
     with expressions.moving(node.test):
         test = expressions.truth(node.test)

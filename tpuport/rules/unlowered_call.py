@@ -19,9 +19,14 @@ FUNCTIONS = frozenset(
         "torch.nn.functional.ctc_loss",
         "torch.nn.functional.rrelu",
         "torch.nn.functional.embedding_bag",
+        "torch.sparse_coo_tensor",
+        "torch.sparse.FloatTensor",
+        "torch.sparse_csr_tensor",
         "torch.nn.attention.flex_attention.flex_attention",
     }
 )
+# Layers that call these, wherever they are made.
+LAYERS = frozenset({"torch.nn.CTCLoss", "torch.nn.EmbeddingBag", "torch.nn.RReLU"})
 METHODS = frozenset(
     {
         "round_",
@@ -78,12 +83,14 @@ class UnloweredCall(Rule):
 
     ## What it does
     Finds calls on traced tensors that torchax cannot turn into JAX: `hann_window`, `round_`,
-    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss`, flex attention, samples of
-    `Beta`, and `torch.normal`, `F.linear` and `F.interpolate` with some keywords.
+    `exp_` and some other in-place methods, `affine_grid`, `ctc_loss` and `embedding_bag` with their
+    layers, flex attention, samples of `Beta`, sparse tensors, and `torch.normal`, `F.linear` and
+    `F.interpolate` with some keywords.
 
     ## Why is this bad?
     The trace stops with `OperatorNotFound` or a `TypeError`. `tpuport.convert` brings lowerings
-    of its own for these; plain torchax does not.
+    of its own for these; plain torchax does not. Of a sparse tensor it needs values that depend on
+    no input of the program: sum rows by `index_add` instead of a product with another one.
 
     ## Fix safety
     There is no automatic fix in source: port with `tpuport.convert`, or compose it of other
@@ -135,6 +142,19 @@ class UnloweredCall(Rule):
             jit_error="OperatorNotFound",
             left="no automatic fix",
         ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                places = torch.stack([torch.arange(len(x)), torch.arange(len(x))])
+                weights = torch.sparse_coo_tensor(places, x.flatten(1).sum(1))
+                return weights @ x.flatten(1)
+            """,
+            jit_error="OperatorNotFound",
+            left="no automatic fix",
+        ),
     )
     CLEAN = (
         """
@@ -157,7 +177,8 @@ class UnloweredCall(Rule):
     )
 
     def visit_Call(self, node: ast.Call, context: Context) -> None:
-        if self._is_unlowered(node, context) and context.in_step(node):
+        is_layer = context.name(node.func) in LAYERS
+        if is_layer or (self._is_unlowered(node, context) and context.in_step(node)):
             context.report(self, node, call=node.func)
 
     def _is_unlowered(self, node: ast.Call, context: Context) -> bool:

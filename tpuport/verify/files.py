@@ -76,7 +76,9 @@ def _difference(eager: Path, ported: Path) -> float | str:
             return f"{key} has the shape {value.shape} in eager, {other[key].shape} ported"
         size = np.abs(value).max(initial=0.0, where=np.isfinite(value)) or 1.0
         apart = ~((value == other[key]) | (np.isnan(value) & np.isnan(other[key])))
-        difference = np.abs(value - other[key]).max(initial=0.0, where=apart)
+        difference = np.abs(value[apart] - other[key][apart]).max(initial=0.0)
+        if np.isnan(difference):
+            difference = np.inf  # NaN in one of them only; no comparison with NaN holds
         is_image = eager.suffix.lower() in _IMAGES
         largest = max(largest, 0.0 if is_image and difference <= _LEVELS else difference / size)
     return float(largest)

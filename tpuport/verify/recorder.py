@@ -76,6 +76,7 @@ class StepRecorder:
         self.roots: list[tuple[str, torch.nn.Module]] = []
         self.made_before: dict[int, list[weakref.ref[torch.nn.Module]]] = {}
         self.moved: list[str] = []
+        self.sparse: set[str] = set()  # the parameters whose first gradient is sparse
         self.counts: list[int] = []
         self.tensors: dict[str, torch.Tensor] = {}
         self.in_backward = False
@@ -140,6 +141,7 @@ class StepRecorder:
                 self.moved.append(key)
             if parameter.grad is not None:
                 self.keep(f"gradient/{key}", parameter.grad)
+                self.sparse |= {key} if parameter.grad.is_sparse else set()
         if 0 < self.enough <= len(self.optimizers):
             raise EnoughSteps
 
@@ -151,7 +153,8 @@ class StepRecorder:
     def disturb(self, optimizer: Optimizer) -> None:
         """Add rounding of the size of the largest gradient to all gradients."""
         held = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        gradients = {i: g for i, g in enumerate(held) if g is not None and not g.is_sparse}
+        each = ((i, g) for i, g in enumerate(held) if g is not None)
+        gradients = {i: g._values() if g.is_sparse else g for i, g in each}
         largest = max((float(g.abs().max()) for g in gradients.values() if g.numel()), default=0.0)
         known = (i for i, one in enumerate(self.optimizers) if one is optimizer)
         index = next(known, len(self.optimizers))
@@ -227,7 +230,8 @@ class StepRecorder:
 
     def keep(self, name: str, tensor: torch.Tensor) -> None:
         """Keep a copy of a tensor's value."""
-        self.tensors[name] = torch.empty(0) if tensor.is_sparse else tensor.detach().cpu().clone()
+        value = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        self.tensors[name] = value.cpu().clone()
 
     def finish(self) -> None:
         """Write everything, with what parameters and optimizers hold now."""
@@ -260,7 +264,13 @@ class StepRecorder:
             for group in ({**g, "params": len(g["params"])} for g in optimizer.param_groups)
         ]
         parameters = {
-            key: [list(p.shape), str(p.dtype), p.requires_grad] for key, p in self.parameters(index)
+            key: [
+                list(p.shape),
+                str(p.dtype),
+                p.requires_grad,
+                "sparse" if key in self.sparse else "dense",
+            ]
+            for key, p in self.parameters(index)
         }
         return {"class": type(optimizer).__name__, "groups": groups, "parameters": parameters}
 

@@ -14,9 +14,10 @@ from jax import core
 from jax.interpreters import ad
 
 from tpuport.compat.emulated.batched_gradients import row_by_row
-from tpuport.compat.emulated.inner_outputs import InnerOutputs, retain_gradient
+from tpuport.compat.emulated.inner_outputs import InnerOutputs, graph_reaches, retain_gradient
 from tpuport.compat.emulated.rewritten import Kept, kept_inputs, refuse_rewritten
 from tpuport.compat.emulated.settings import active
+from tpuport.compat.emulated.sparse_gradients import with_sparse
 from tpuport.compat.emulated.taps import host_leaf, tapped, with_leaf_taps
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
@@ -106,7 +107,8 @@ def differentiable(
         taps = tapped(closed, outcome(), numbers, _seen(outcome(), numbers))
         found = paths.of(taps.closed.jaxpr)
         used = functools.reduce(int.__or__, (path.may for path in found), 0)
-        outcome().flows = Flows(left, used, taps.leaves, taps.inner, taps.unsure, written)
+        found_taps = (taps.leaves, taps.inner, taps.unsure)
+        outcome().flows = Flows(left, used, *found_taps, written, taps.sparse)
         _refuse_lost_gradients(jax.tree.unflatten(tree, found), labels)
 
         def run(given: list[Any], zeros: list[Any]) -> Any:
@@ -415,9 +417,18 @@ class DifferentiatedCall:
     ) -> list[jax.Array]:
         """Run backward: map cotangents of the outputs to those of what `inputs` returns.
 
-        Those of inner outputs that are asked for follow.
+        Those of inner outputs that are asked for follow, and the rows that sparse lookups read.
         """
-        return _pull(self.pull, self._cotangents(gradients, _NoCotangent), self._taps(asked))
+        first = len(self.leaves) + len(self.inner.outputs)
+        reads = range(first, first + sum(count for _, count in self.sparse))
+        taps = (*self._taps(asked), *reads)
+        return _pull(self.pull, self._cotangents(gradients, _NoCotangent), taps)
+
+    @property
+    def sparse(self) -> tuple[tuple[int, int], ...]:
+        """Return the inputs whose gradient is sparse, each with its number of lookups."""
+        flows = self.prepared.compiled.outcome.flows
+        return flows.sparse if flows is not None else ()
 
     def _taps(self, asked: tuple[int, ...]) -> tuple[int, ...]:
         count = len(self.leaves)
@@ -543,26 +554,6 @@ class DifferentiatedCall:
         return (outs, left, {**mutated, **dict(zip(written, given, strict=True))}, *others), by_name
 
 
-def graph_reaches(
-    tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
-) -> torch.Tensor | None:
-    """Return the first of some tensors to which a graph of others leads, if any."""
-    leaves = {id(end): end for end in ends if end.grad_fn is None}
-    nodes = {end.grad_fn: end for end in ends if end.grad_fn is not None}
-    seen: set[Any] = set()
-    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found = nodes.get(node, leaves.get(id(getattr(node, "variable", None))))
-        if found is not None:
-            return found
-        pending += (following for following, _ in node.next_functions)
-    return None
-
-
 # Where a program keeps what eager PyTorch raises when its floating outputs are differentiated.
 REFUSED = "refused"
 
@@ -630,7 +621,9 @@ def _back(
     needed: tuple[bool, ...],
     gradients: Sequence[torch.Tensor | None],
 ) -> list[torch.Tensor | None]:
-    return _given(call.pulled_back(gradients, asked), call.like(asked), needed)
+    found, like = call.pulled_back(gradients, asked), call.like(asked)
+    made = _given(found[: len(like)], like, needed)
+    return with_sparse(made, call.sparse, found[len(like) :])
 
 
 def _given(found: list[Any], like: list[Any], needed: Any) -> list[torch.Tensor | None]:

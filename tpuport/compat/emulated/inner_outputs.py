@@ -189,3 +189,23 @@ def caught(places: Sequence[tuple[InnerOutputs, int]]) -> Iterator[list[list[Any
         for (inner, index), found in zip(places, lists, strict=True):
             catchers = inner.watch(index).catchers
             catchers[:] = [one for one in catchers if one is not found]
+
+
+def graph_reaches(
+    tensors: Sequence[torch.Tensor], ends: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """Return the first of some tensors to which a graph of others leads, if any."""
+    leaves = {id(end): end for end in ends if end.grad_fn is None}
+    nodes = {end.grad_fn: end for end in ends if end.grad_fn is not None}
+    seen: set[Any] = set()
+    pending: list[Any] = [tensor.grad_fn for tensor in tensors]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found = nodes.get(node, leaves.get(id(getattr(node, "variable", None))))
+        if found is not None:
+            return found
+        pending += (following for following, _ in node.next_functions)
+    return None

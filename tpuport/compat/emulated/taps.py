@@ -14,6 +14,7 @@ import torch
 from jax import api_util
 from jax.extend import core
 
+from tpuport.compat.emulated.sparse_gradients import sparse_lookups
 from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop.device_mark import tag
 from tpuport.tracing.core.arguments import result_meta
@@ -53,7 +54,8 @@ class Tapped:
         leaves: the leaves that it makes, each with the numbers of the outputs that it is.
         inner: the outputs that others are computed from, by number, as the program makes them.
         unsure: the outputs of which nobody can tell, as a region makes them together with others.
-        zeros: the taps' inputs: first those of the leaves.
+        zeros: the taps' inputs: those of the leaves, of inner outputs, of sparse lookups.
+        sparse: the inputs whose gradient is sparse, each with its number of lookups.
     """
 
     closed: Any
@@ -61,12 +63,15 @@ class Tapped:
     inner: tuple[tuple[int, ...], ...]
     unsure: tuple[int, ...]
     zeros: list[jax.Array]
+    sparse: tuple[tuple[int, int], ...] = ()
 
 
 def tapped(
     closed: Any, outcome: TraceResult, numbers: Mapping[Any, int], seen: Sequence[bool]
 ) -> Tapped:
     """Return a program with taps at its leaves and at the outputs that others are computed from.
+
+    Sparse lookups have one each that says which rows were read.
 
     Args:
         closed: the program, a closed jaxpr.
@@ -102,7 +107,8 @@ def tapped(
         elif _is_of_region(jaxpr, var, used):
             unsure.append(number)
     order = [var for eqn in jaxpr.eqns for var in eqn.outvars if var in inner]
-    at = [*found, *order]
+    lookups = sparse_lookups(jaxpr)
+    at = [*found, *order, *(uses for those in lookups.values() for uses in those)]
     if not at:
         return Tapped(closed, (), (), tuple(unsure), [])
     for (leaf, _), var in zip(leaves, at, strict=False):
@@ -111,7 +117,8 @@ def tapped(
     zeros = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in at]
     made = with_taps(closed, at)
     numbers_of = tuple(tuple(inner[var]) for var in order)
-    return Tapped(made, tuple(leaves), numbers_of, tuple(unsure), zeros)
+    sparse = tuple((number, len(those)) for number, those in lookups.items())
+    return Tapped(made, tuple(leaves), numbers_of, tuple(unsure), zeros, sparse)
 
 
 # What makes several values, some of which may be computed from others.

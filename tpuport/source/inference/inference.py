@@ -171,7 +171,8 @@ class Inference:
         value = annotated(argument.annotation)
         if value is None and self._is_used_like_a_tensor(function, argument):
             value = TRACED if is_step else HOST_TENSOR
-        if value is UNKNOWN and is_step and self._has_tensors_as_items(function, argument):
+        unknown = value is None or value is UNKNOWN
+        if unknown and is_step and self._has_tensors_as_items(function, argument):
             return TRACED
         if value is None:
             value = default_value(default)
@@ -188,7 +189,7 @@ class Inference:
         return not other and is_used_like_a_tensor(used)
 
     def _has_tensors_as_items(self, function: Function, argument: ast.arg) -> bool:
-        """Return whether the code calls `x[0].item()` on a parameter, which may be a list."""
+        """Return whether the code calls `item()` on items of a parameter, which may be a list."""
         used = self.roles.used(function)
         tested = TESTED in used.get(argument.arg, ())
         return not tested and "item" in used.get(f"{argument.arg}[]", ())

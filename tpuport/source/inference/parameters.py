@@ -46,12 +46,22 @@ _HOST_ENDINGS = ("Config", "Configuration", "Tokenizer", "TokenizerFast", "Args"
 def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
     """Return the attributes that nodes of code use of each name.
 
-    Those of its items are stored under `name[]`. A name whose class is tested has `TESTED`, too,
-    and one that is given to `F.softmax` and the like has `TENSOR_GIVEN`.
+    Those of its items are stored under `name[]`, of what a loop over it gives only `item`. A name
+    whose class is tested has `TESTED`, too, and one that is given to `F.softmax` and the like has
+    `TENSOR_GIVEN`.
     """
     found: dict[str, set[str]] = {}
+    loops: list[tuple[str, ast.expr]] = []
     for node in nodes:
         match node:
+            case (
+                ast.For(target=target, iter=ast.Name(id=name))
+                | ast.For(
+                    target=ast.Tuple(elts=[_, target]),
+                    iter=ast.Call(func=ast.Name(id="enumerate"), args=[ast.Name(id=name), *_]),
+                )
+            ):
+                loops.append((name, target))
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
                 found.setdefault(name, set()).add(attribute)
             case ast.Attribute(value=ast.Subscript(value=ast.Name(id=name)), attr=attribute):
@@ -60,6 +70,10 @@ def attributes_used(nodes: Iterable[ast.AST]) -> dict[str, set[str]]:
                 _note_given(function, name, others, found)
             case _:
                 pass
+    for name, target in loops:
+        bound = [node.id for node in ast.walk(target) if isinstance(node, ast.Name)]
+        if any("item" in found.get(one, ()) for one in bound):
+            found.setdefault(f"{name}[]", set()).add("item")
     return found
 
 

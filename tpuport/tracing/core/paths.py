@@ -164,13 +164,19 @@ def _while(paths: Paths, eqn: Any) -> list[Path]:
     return [p << test for p in found]
 
 
+def has_rule_of(eqn: Any, function: str) -> bool:
+    """Return whether an equation calls the `jax.custom_jvp` function of this name."""
+    if eqn.primitive.name != "custom_jvp_call":
+        return False
+    # jax keeps no other trace of the function.
+    return eqn.params["call_jaxpr"].jaxpr.debug_info.func_name == function
+
+
 def _custom_jvp(paths: Paths, eqn: Any) -> list[Path]:
-    body = eqn.params["call_jaxpr"]
-    name = body.jaxpr.debug_info.func_name  # jax keeps no other trace of the function
-    if name == replace_value.__name__:
+    if has_rule_of(eqn, replace_value.__name__):
         return [_bit(0)]
-    if name == DIFFERENTIABLE_WHILE:  # its derivative is that of its rounds
-        return paths.of(body)
+    if has_rule_of(eqn, DIFFERENTIABLE_WHILE):  # its derivative is that of its rounds
+        return paths.of(eqn.params["call_jaxpr"])
     return [_all_of(eqn)] * len(eqn.outvars)
 
 

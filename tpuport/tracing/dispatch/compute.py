@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import torch
 
-from tpuport.foundation.errors import TpuportError
+from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop.seen_device import where_they_are
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.context import Trace, current
@@ -272,16 +272,30 @@ def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if result is NotImplemented and (kernel := _kernel_of_users(func)) is not None:
         return within(mode, kernel, args, kwargs)
     if result is NotImplemented:
-        raise port_error(
-            f"{func} has no lowering to JAX",
+        raise _not_lowered(func, cause)
+    return result
+
+
+def _not_lowered(func: Any, cause: Exception | None) -> PortError:
+    """Return the error for an operation that nothing turns into jax's."""
+    if "sparse" in func._opname:
+        return port_error(
+            f"{func} makes or reads a sparse tensor of values of the program",
             code="TPU105",
-            remedy=(
-                "register one with tpuport.tracing.lowerings.lowering, or rewrite this line with"
-                " other torch operations"
-            ),
+            remedy="make it of tensors that depend on no input, or before the call, and it is a"
+            " constant; or sum rows instead of a product with it"
+            " (x.new_zeros(n, d).index_add(0, rows, values[:, None] * x[columns]))",
             cause=cause,
         )
-    return result
+    return port_error(
+        f"{func} has no lowering to JAX",
+        code="TPU105",
+        remedy=(
+            "register one with tpuport.tracing.lowerings.lowering, or rewrite this line with"
+            " other torch operations"
+        ),
+        cause=cause,
+    )
 
 
 def _kernel_of_users(func: Any) -> Callable[..., Any] | None:

@@ -14,6 +14,7 @@ from tpuport.tracing.core.constants import HOIST_BYTES
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.lowering_registry import SAME, lowering, special
+from tpuport.tracing.core.sparse_rows import sparse_lookup
 from tpuport.tracing.core.tensor import meta_of
 from tpuport.tracing.core.values import flow_of, value_of, wrap_as, write
 from tpuport.tracing.core.view_steps import spaced_write, strided_step
@@ -151,7 +152,11 @@ def _embedding(
     sparse: bool = False,
 ) -> jax.Array:
     """Read rows of `weight` [n, d] at `index` [...]; the row `padding_idx` gets no gradient."""
-    rows = jnp.take(weight, index, axis=0, mode="clip")
+    trace = current()
+    if sparse and trace is not None and trace.options.takes_gradients and torch.is_grad_enabled():
+        rows = sparse_lookup(weight, index, padding_idx)
+    else:
+        rows = jnp.take(weight, index, axis=0, mode="clip")
     if scale_grad_by_freq:
         uses = jnp.zeros(weight.shape[0], rows.dtype).at[index].add(1)[index][..., None]
         fixed = lax.stop_gradient(rows)
@@ -261,7 +266,7 @@ def _embedding_bag(
     """
     bags = offsets.shape[0] - (1 if include_last_offset else 0)
     counted = indices != padding_idx
-    rows = _embedding(weight, indices, padding_idx, scale_grad_by_freq)
+    rows = _embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
     ends = offsets[1:]
     bag = jnp.searchsorted(ends[: bags - 1], jnp.arange(indices.shape[0]), side="right")
     size = jnp.zeros(bags, jnp.int32).at[bag].add(counted.astype(jnp.int32))

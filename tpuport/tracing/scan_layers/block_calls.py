@@ -17,6 +17,7 @@ from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.core.context import KeyStream, Trace
 from tpuport.tracing.core.jaxpr_dce import without_dead_code
 from tpuport.tracing.core.regions import Body
+from tpuport.tracing.core.sparse_rows import has_sparse_gradient
 from tpuport.tracing.core.storage import differentiable
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import value_of
@@ -61,6 +62,9 @@ class BlockCalls:
         with torch._C.DisableTorchFunction():
             found = families(module)
         for family in found:
+            # Which rows of a table a loop reads is not known outside of it.
+            if trace.options.takes_gradients and has_sparse_gradient(family.members[0].module):
+                continue
             self.records[id(family)] = BlockRecord([member.fqn for member in family.members])
             for member in family.members:
                 self.members.setdefault(id(member.module), member)

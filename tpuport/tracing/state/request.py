@@ -51,6 +51,8 @@ class Flows:
             them. Those that are one value are together.
         unsure: The floating outputs of which nobody can tell whether others are computed from them.
         arguments: The arguments, by index, that the call gave a value with a gradient.
+        sparse: The differentiated inputs, by number, whose gradient is sparse, each with its
+            number of lookups.
     """
 
     state: tuple[str, ...]
@@ -59,6 +61,7 @@ class Flows:
     inner: tuple[tuple[int, ...], ...] = ()
     unsure: tuple[int, ...] = ()
     arguments: tuple[int, ...] = ()
+    sparse: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
