@@ -673,7 +673,7 @@ def _merged_leaves(
             if like is not None and like.shape == value.shape:
                 tensor = TracedTensor(Storage(value, trace), (), like, value, flow)
             tensor._or_number = any(map(may_be_number, (one, other)))
-            tensor._unlike_number = _unlike_number(one, other, meta) and apart
+            tensor._unlike_number = apart if _unlike_number(one, other, meta) else None
             # No path makes a graph here: what has one is of before the call.
             is_old = flow is Flow.HIDDEN or not torch.is_grad_enabled()
             is_either = is_old and any(map(_has_graph, (one, other)))
