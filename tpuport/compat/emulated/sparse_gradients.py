@@ -33,9 +33,8 @@ def sparse_lookups(jaxpr: Any) -> dict[int, list[Any]]:
     found: dict[int, list[Any]] = {}
     dense = _numbered(jaxpr.outvars, numbers)
     for eqn in jaxpr.eqns:
-        if has_rule_of(
-            eqn, replace_value.__name__
-        ):  # rows that `max_norm` scales are still the table's
+        # Rows that `max_norm` scales are still the table's.
+        if has_rule_of(eqn, replace_value.__name__):
             old, new = (_numbered([atom], numbers) for atom in eqn.invars)
             numbers.update((eqn.outvars[0], number) for number in old)
             dense |= new
