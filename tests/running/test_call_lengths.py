@@ -244,7 +244,7 @@ def test_what_hooks_hold_in_another_way_is_not_tied_to_an_argument() -> None:
 
     with (
         pytest.warns(PortWarning, match="a hook of key holds an argument"),
-        pytest.warns(PortWarning, match="defaults of"),
+        pytest.warns(PortWarning, match="default values"),
     ):
         compared(by_defaults, filled_by_hooks)
 

@@ -80,7 +80,7 @@ class TracedTensor(AsSubclass, backend.TorchaxTensor):
     # Whether eager has a Python number in its place on some path.
     _or_number = False
     # If it is a tensor of another dtype than that number would make: makes the error for an
-    # operation that would give something else for the number (`dispatch.or_number`).
+    # operation that would give something else for the number (see `or_number`).
     _unlike_number: Any = None
     # Whether a branch under no_grad takes a tensor of before the call, with its graph, or another.
     _may_keep_graph = False

@@ -12,7 +12,7 @@ import torch
 
 from tpuport.foundation.errors import PortError, TpuportError
 from tpuport.foundation.interop.seen_device import where_they_are
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import or_number, sym_numbers
 from tpuport.tracing.core.context import Trace, current
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.int64 import INT32, is_within
@@ -22,7 +22,7 @@ from tpuport.tracing.core.storage import Flow
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import flat, flow_of, map_tensors, value_of, wrap_as
 from tpuport.tracing.core.view_steps import tied
-from tpuport.tracing.dispatch import dtypes, meta_infer, or_number
+from tpuport.tracing.dispatch import dtypes, meta_infer
 from tpuport.tracing.dispatch.int64_ops import (
     argument_of,
     floating_dtype,

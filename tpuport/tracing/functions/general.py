@@ -12,7 +12,7 @@ import torch
 
 from tpuport.foundation.user_frames import user_line
 from tpuport.tracing.control_flow.cond import traced_check, truth
-from tpuport.tracing.core import leaf_flags, sym_numbers
+from tpuport.tracing.core import leaf_flags, or_number, sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
@@ -40,6 +40,7 @@ from tpuport.tracing.functions.registry import FUNCTIONS, Handler, function, hol
 @function(torch.Tensor.item, torch.ops.aten.item.default)
 def _item(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     tensor = traced(trace, args[0])
+    or_number.refuse(tensor)
     return NotImplemented if tensor is None else item(tensor)
 
 
@@ -109,6 +110,8 @@ def _tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(data, torch.Tensor):
         if traced(trace, data) is None:
             return NotImplemented
+        if not rest.get("dtype"):
+            or_number.refuse(data)
         made = data.detach().clone() if func is torch.tensor else data
         return made.to(rest["dtype"]) if rest.get("dtype") else made
     if isinstance(data, sym_numbers.SYMBOLIC):
@@ -135,6 +138,8 @@ def _new_tensor(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _tensor_row(trace: Trace, item: Any, rest: dict[str, Any]) -> torch.Tensor:
     if isinstance(item, torch.Tensor):
+        if not rest.get("dtype"):
+            or_number.refuse(item)
         return item.detach().to(rest["dtype"]) if rest.get("dtype") else item.detach()
     made = _tensor(trace, torch.tensor, (item,), rest)
     return torch.tensor(item, **rest) if made is NotImplemented else made

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation.interop import backend
-from tpuport.tracing.core import sym_numbers
+from tpuport.tracing.core import or_number, sym_numbers
 from tpuport.tracing.core.concretize import concrete_number, decide
 from tpuport.tracing.core.context import current
 from tpuport.tracing.core.errors import port_error
@@ -169,6 +169,7 @@ def scalar_of(x: torch.Tensor) -> Any:
         return decide(value_of(x).reshape(()))
     if is_traced and x.dtype.is_floating_point:
         assert isinstance(x, TracedTensor)
+        or_number.refuse(x)
         return item(x)
     kind = complex if x.dtype.is_complex else float if x.dtype.is_floating_point else int
     return concrete_number(value_of(x).reshape(()), kind)

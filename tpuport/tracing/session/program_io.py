@@ -222,7 +222,8 @@ def refuse_writes_in_closures(closed: list[tuple[Any, Children]]) -> None:
     for container, before in closed:
         if not children(container).is_same(before):
             raise port_error(
-                "a call writes to a list or dict in the closure of a hook or local function",
+                "a call writes to a list or dict that a hook or local function has in its closure"
+                " or default values",
                 code="TPU406",
                 remedy="keep it in an attribute of the module, or return what is written; under"
                 " porting(), leave the class to eager PyTorch: --eager",

@@ -48,3 +48,14 @@ def check(func: Any, tensors: Iterable[Any], metas: Any) -> Any:
     if metas.dtype not in floats:
         raise mark()
     return None
+
+
+def refuse(value: Any) -> None:
+    """Raise what follows where a tensor is to be made of a value, or a number of a tensor.
+
+    Raises:
+        BaseException: what its mark makes, if eager has a number of another dtype in its place.
+    """
+    mark = getattr(value, "_unlike_number", None)
+    if mark is not None:
+        raise mark()
