@@ -173,7 +173,7 @@ def trained(
             seen += [(f"gradient of {n}", p.grad) for n, p in net.named_parameters()]
             seen.append(("gradient of x", x.grad))
             optimizer.step()
-        seen += net.state_dict().items()
+        seen += [(name, value.clone()) for name, value in net.state_dict().items()]
         seen += [(f"flag of {n}", p.requires_grad) for n, p in net.named_parameters()]
     is_tensor = torch.is_tensor
     return [(n, v.detach().cpu().double().clone() if is_tensor(v) else v) for n, v in seen]
