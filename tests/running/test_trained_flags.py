@@ -90,9 +90,10 @@ def used(make, device, frozen_first):
         y = net(x)
         y.square().sum().backward()
         optimizer.step()
-        seen += [y, x.grad, *(p.grad for p in net.parameters()), *net.parameters()]
+        now = [y, x.grad, *(p.grad for p in net.parameters()), *net.parameters()]
+        seen += [None if one is None else one.detach().cpu().clone() for one in now]
         seen += [p.requires_grad for p in net.parameters()]
-    return [one.detach().cpu() if isinstance(one, torch.Tensor) else one for one in seen]
+    return seen
 
 
 @pytest.mark.parametrize("frozen_first", [False, True])
@@ -102,3 +103,25 @@ def test_flags_that_a_call_switches(make, frozen_first):
     with tpuport.porting(verify=not frozen_first):
         found = used(make, "cuda", frozen_first)
     torch.testing.assert_close(found, wanted)
+
+
+class MadeInside(nn.Module):
+    """Makes a leaf, ends it and begins it again; what comes before it does not depend on it."""
+
+    def forward(self, x):
+        leaf = x.detach() * 1.0
+        total = leaf * 7
+        leaf.requires_grad_()
+        total = total + leaf * 2
+        leaf.requires_grad_(False)
+        total = total + leaf * 3
+        leaf.requires_grad_(True)
+        total = total + leaf * 5
+        return torch.autograd.grad(total.sum(), leaf)[0]
+
+
+def test_a_leaf_that_a_call_makes_ends_and_begins_again():
+    x = torch.ones(3)
+    found = tpuport.to_torch(tpuport.convert(MadeInside())(x))
+    torch.testing.assert_close(found, MadeInside()(x))
+    assert found.tolist() == [7.0, 7.0, 7.0]

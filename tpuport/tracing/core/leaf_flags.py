@@ -8,6 +8,9 @@ from jax.ad_checkpoint import checkpoint_name
 from tpuport.tracing.core.errors import refuse_flag_in_branch
 from tpuport.tracing.core.storage import Flow, detaching, differentiable
 
+# What a leaf has that ends; its cached value is that with its name, if code inside made it one.
+_AS_A_LEAF = ("_storage", "_chain", "_detached", "_cached", "_cached_version", "_cached_region")
+
 
 def set_flag(tensor: Any, wanted: bool) -> None:
     """Make a traced tensor a leaf with a gradient, or stop gradients through it from here on.
@@ -36,11 +39,11 @@ def set_flag(tensor: Any, wanted: bool) -> None:
 
 def _begin(tensor: Any, trace: Any) -> None:
     ended, tensor._own_flow, tensor._is_leaf = tensor._ended_leaf, Flow.SEEN, True
-    if ended is not None and ended[0] is tensor._storage:
+    if ended is not None and ended["_storage"] is tensor._storage:
         # The same leaf as before: what was computed from it until it ended has its gradient, too.
         tensor._ended_leaf = None
-        _, tensor._chain, tensor._detached = ended
-        tensor._cached_version = -1
+        for name, value in ended.items():
+            setattr(tensor, name, value)
         return
     if trace is not None:
         tensor._leaf_name = trace.add_leaf(tensor)
@@ -50,7 +53,7 @@ def _begin(tensor: Any, trace: Any) -> None:
 
 def set_ended(tensor: Any) -> None:
     """Stop gradients through a leaf until it begins again, but not through earlier views of it."""
-    ended = (tensor._storage, tensor._chain, tensor._detached)
+    ended = {name: getattr(tensor, name) for name in _AS_A_LEAF}
     detach(tensor)
     tensor._ended_leaf = ended
 

@@ -81,7 +81,7 @@ def _register(trace: Trace, tensor: TracedTensor, hook: Hook) -> _Handle:
         if value is base and vars(tensor).get("_hooks") is hooks:
             return tensor._hooked  # type: ignore[attr-defined]
         made = wrap(value, tensor.dtype, trace=trace, flow=tensor._flow)
-        with torch.enable_grad():  # a hook is one wherever it is registered, and the tensor read
+        with torch.enable_grad():  # whatever mode it is registered or read in
             for one in reversed(hooks):  # the gradient goes through the first one first
                 made = apply_function(trace, _Hooked, (made, *one))
         return made._elem
