@@ -4,7 +4,6 @@ Variables of a loop are what its body takes and returns, and the places that it 
 lists and dicts, and attributes, of what its function reaches. A cache is often one.
 """
 
-import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -353,7 +352,7 @@ def _growth(seen: list[torch.Tensor]) -> Plain | None:
     dims = [dim for dim, along in enumerate(zip(*sizes, strict=True)) if len(set(along)) > 1]
     if not dims:
         marks = (getattr(one, "_unlike_number", None) for one in seen)
-        mark = functools.reduce(lambda a, b: a or b, marks)
+        mark = next(filter(None, marks), None)
         return Plain(sizes[0], dtype=seen[0].dtype, flow=flow, unlike_number=mark)
     along = [size[dims[0]] for size in sizes]
     steps = {b - a for a, b in itertools.pairwise(along)}

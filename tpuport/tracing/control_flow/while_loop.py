@@ -328,8 +328,14 @@ class _Loop:
         value = leaf_value(leaf)
         tensors = isinstance(leaf, torch.Tensor), isinstance(meta, torch.Tensor)
         marks = [getattr(one, "_unlike_number", None) for one in (leaf, meta)]
+        if marks[0] is not None and marks[1] is None:
+            raise port_error(
+                "a while loop on a traced value carries a tensor that a round may replace by a"
+                " Python number",
+                code="TPU104",
+                remedy="give it a tensor there, too, such as x.new_zeros(()) for 0",
+            )
         changed = leaf.dtype != meta.dtype if all(tensors) else False
-        changed |= marks[0] is not None and marks[1] is None
         if not any(tensors):
             changed = number_kind(type(leaf)) is not number_kind(meta)
         if value.shape != before.shape:
