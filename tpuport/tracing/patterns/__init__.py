@@ -1,5 +1,5 @@
-"""Patterns in a traced program that are computed in another way: attention written out."""
+"""Patterns in a traced program that are computed in another way: attention written out, windows."""
 
-from tpuport.tracing.patterns.rewriting import rewritten
+from tpuport.tracing.patterns.rewriting import patterns_for, rewritten
 
-__all__ = ["rewritten"]
+__all__ = ["patterns_for", "rewritten"]

@@ -12,18 +12,26 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.sharding import Mesh
 
+from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.inner_programs import inner_programs, run_with
 from tpuport.tracing.patterns.attention import find_attention
 from tpuport.tracing.patterns.pairs import find_pairs
 from tpuport.tracing.patterns.program import FlatProgram, PatternMatch, RunningValues
+from tpuport.tracing.patterns.windows import divides, find_windows
 from tpuport.tracing.scan_layers.dead_results import without_dead_results
 from tpuport.tracing.scan_layers.rolling import run_equations, shape_of
 from tpuport.tracing.scan_layers.shared_programs import NAME, jitted
 
 Pattern = Callable[[FlatProgram, Trace], Iterable[PatternMatch]]
-PATTERNS: tuple[Pattern, ...] = (find_attention, find_pairs)
+
+
+def patterns_for(target: str, mesh: Mesh | None) -> tuple[Pattern, ...]:
+    """Return the patterns that programs for a platform, and for a mesh if they have one, get."""
+    kernels = (find_attention, find_pairs) if options_for(target) is not None else ()
+    return (*kernels, find_windows) if divides(mesh) else kernels
 
 
 def rewritten(closed: Any, trace: Trace) -> Any:
@@ -34,12 +42,13 @@ def rewritten(closed: Any, trace: Trace) -> Any:
             equation reads what is inside of it.
         trace: The trace that it comes from, which records what was found.
     """
-    return _Rewriting(trace).changed(closed) or closed
+    patterns = patterns_for(trace.options.target, trace.options.mesh)
+    return (_Rewriting(trace, patterns).changed(closed) or closed) if patterns else closed
 
 
 class _Rewriting:
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
+    def __init__(self, trace: Trace, patterns: tuple[Pattern, ...]) -> None:
+        self._trace, self._patterns = trace, patterns
         self._inside: dict[int, _Inside] = {}
 
     def changed(self, closed: Any) -> Any:
@@ -47,7 +56,7 @@ class _Rewriting:
         program = FlatProgram(closed)
         matches = {
             id(match.equation): match
-            for pattern in PATTERNS
+            for pattern in self._patterns
             for match in pattern(program, self._trace)
         }
         nested = {id(eqn): runs for eqn in program.equations if (runs := self._nested(eqn))}

@@ -25,7 +25,6 @@ from tpuport.foundation.user_frames import CodePlace, is_inside
 from tpuport.source.rewrite import live
 from tpuport.source.rewrite.codegen import nested_codes
 from tpuport.source.rewrite.matching import RuleVisitor
-from tpuport.tracing.attention.options import options_for
 from tpuport.tracing.control_flow.path_explorer import Explorer
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.arguments import Watch, program_leaf, unsized, wants_int64
@@ -48,7 +47,7 @@ from tpuport.tracing.guards.identity_tables import refuse_identity_tables
 from tpuport.tracing.guards.kept_iterators import advances_iterator
 from tpuport.tracing.guards.linked_arguments import Links, linked_cells
 from tpuport.tracing.guards.stand_ins import stood_in
-from tpuport.tracing.patterns import rewritten
+from tpuport.tracing.patterns import patterns_for, rewritten
 from tpuport.tracing.precision.apply import NOT_CAST, Casting
 from tpuport.tracing.scan_layers import BlockCalls, roll, without_dead_results
 from tpuport.tracing.session import state_left, taped_ops
@@ -142,18 +141,17 @@ class Tracer:
     @property
     def finishes(self) -> bool:
         """Return whether `finished` may change a program."""
-        return self.rolls or options_for(self.target or self.placement.platform) is not None
+        platform = self.target or self.placement.platform
+        return self.rolls or bool(patterns_for(platform, self.placement.mesh))
 
     def finished(self, closed: Any, trace: Trace) -> Any:
         """Return a traced `ClosedJaxpr` as it is compiled.
 
-        Attention that is written out has a kernel, and repeated blocks are loops where that pays.
-        What nothing reads is left out first: it would be taken for a reader of the weights of
-        attention, and keep rounds of a loop from being equal.
+        Attention that is written out has a kernel, windows are whole on a mesh, and
+        repeated blocks are loops where that pays. What nothing reads is left out first: it would be
+        taken for a reader of the weights of attention, and keep rounds of a loop from being equal.
         """
-        closed = without_dead_results(closed)
-        if options_for(trace.options.target) is not None:
-            closed = rewritten(closed, trace)
+        closed = rewritten(without_dead_results(closed), trace)
         return roll(closed, copies=self.blocks == "scan") if self.rolls else closed
 
     def method(self, module: torch.nn.Module, name: str) -> Callable[..., Any]:
