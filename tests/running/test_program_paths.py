@@ -263,6 +263,46 @@ def test_hooks_on_saved_tensors_see_none_of_a_program():
     assert not seen
 
 
+class Estimated(torch.autograd.Function):
+    """The logarithm of a norm, whose gradient takes a norm from random directions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum(1).log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        start = torch.randn(x.shape[0], 1, device=x.device).abs() + 1
+        return grad[:, None] * 2 * x / (start / start.square() * start * x.square()).sum(1)[:, None]
+
+
+class Estimating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x):
+        noise = torch.randn_like(x)
+        return (Estimated.apply(self.line(x)) + (noise - noise).sum(1)).sum()
+
+
+def test_gradients_that_draw_numbers_are_not_compared_with_none():
+    """A power iteration begins at random, and the backward pass of an estimator runs it again."""
+    torch.manual_seed(0)
+    eager = Estimating()
+    with tpuport.porting():
+        net = built(Estimating)
+        for _ in range(2):
+            for one, x in ((net, rows()), (eager, rows().cpu())):
+                one.zero_grad()
+                one(x).backward()
+            torch.testing.assert_close(net.line.weight.grad.cpu(), eager.line.weight.grad)
+        (model,) = programs()
+        assert any("draws numbers" in note for note in model.report.notes)
+
+
 class Tempered(nn.Module):
     def __init__(self):
         super().__init__()
