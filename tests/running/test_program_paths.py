@@ -1,5 +1,7 @@
 """Each way through a module's code is compared with eager once, and compiled once."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -330,3 +332,37 @@ def test_a_call_returns_a_number_beside_what_is_differentiated():
             out.square().sum().backward()
             want.square().sum().backward()
             torch.testing.assert_close(net.line.weight.grad.cpu(), eager.line.weight.grad)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, scale):
+        return x * self.weight * scale
+
+
+@pytest.mark.parametrize(
+    ("hook", "with_kwargs"),
+    [
+        (lambda module, args, kwargs: (args, kwargs | {"scale": 2.0}), True),
+        (lambda module, args: (*args, args[0].mean()), False),
+        (lambda module, args, kwargs: (args[:1], {"scale": kwargs["other"]}), True),
+    ],
+)
+def test_a_hook_gives_arguments_that_the_call_lacks(hook, with_kwargs):
+    given = {"other": 4.0} if "other" in hook.__code__.co_consts else {}
+    eager = Scaled()
+    eager.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    ported = tpuport.convert(copy.deepcopy(eager), (torch.ones(2, 3),), given)
+    with tpuport.porting():
+        net = Scaled().cuda()
+        net.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        for factor in (1.0, 2.0):
+            x = torch.arange(6.0).reshape(2, 3) * factor
+            for one, on in ((net, x.cuda()), (eager, x)):
+                one.zero_grad()
+                one(on, **given).sum().backward()
+            torch.testing.assert_close(net.weight.grad.cpu(), eager.weight.grad)
+            torch.testing.assert_close(tpuport.to_torch(ported(x, **given)), eager(x, **given))
