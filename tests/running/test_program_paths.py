@@ -1,6 +1,7 @@
 """Each way through a module's code is compared with eager once, and compiled once."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -366,3 +367,33 @@ def test_a_hook_gives_arguments_that_the_call_lacks(hook, with_kwargs):
                 one(on, **given).sum().backward()
             torch.testing.assert_close(net.weight.grad.cpu(), eager.weight.grad)
             torch.testing.assert_close(tpuport.to_torch(ported(x, **given)), eager(x, **given))
+
+
+class Instead:
+    """A forward of one module, with the name and signature of its class's, which it calls."""
+
+    def __init__(self, module):
+        functools.update_wrapper(self, type(module).forward)
+        self.module = module
+
+    def __call__(self, x):
+        return type(self.module).forward(self.module, x, scale=2.0)
+
+    def __deepcopy__(self, memo):
+        return Instead(copy.deepcopy(self.module, memo))
+
+
+def test_a_forward_of_the_module_itself_wraps_that_of_its_class():
+    eager = Scaled()
+    eager.forward = Instead(eager)
+    x = torch.arange(6.0).reshape(2, 3)
+    ported = tpuport.convert(copy.deepcopy(eager), (x,))
+    torch.testing.assert_close(tpuport.to_torch(ported(x + 1)), eager(x + 1).detach())
+    with tpuport.porting():
+        net = Scaled().cuda()
+        net.forward = Instead(net)
+        for factor in (1.0, 2.0):
+            for one, on in ((net, x.cuda()), (eager, x)):
+                one.zero_grad()
+                one(on * factor).sum().backward()
+            torch.testing.assert_close(net.weight.grad.cpu(), eager.weight.grad)

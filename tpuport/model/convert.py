@@ -234,7 +234,8 @@ def check_signature(
         return  # a hook may give the arguments that are missing, and take others away
     function = getattr(target, method) if is_module else target
     try:
-        signature = inspect.signature(function)
+        # Not that of what a decorator wraps: it may give arguments, or wrap a function of a class.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     try:
