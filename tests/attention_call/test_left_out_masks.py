@@ -3,6 +3,7 @@ in a program what they see there, whether they are causal by themselves or not.
 """
 
 import copy
+import sys
 from typing import Any
 
 import jax
@@ -89,3 +90,11 @@ def test_modules_see_what_they_see_in_eager_pytorch():
         results.append(want)
     # The masks that were left out do matter.
     assert any(not torch.allclose(a[1], b[1]) for a, b in zip(*results[:2], strict=True))
+
+
+def test_a_trace_imports_no_models_of_transformers(monkeypatch):
+    """Such an import may fail, as where torchvision does not fit torch, and take seconds."""
+    assert "transformers.masking_utils" in sys.modules
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", None)
+    layer, x = nn.Linear(3, 2), torch.ones(1, 3)
+    torch.testing.assert_close(tpuport.to_torch(tpuport.convert(layer)(x)), layer(x).detach())

@@ -196,6 +196,10 @@ CONTRACTIONS: dict[str, Program] = {
     "bmm": lambda x, y, w, s, m: torch.bmm(x[m].log()[:, None], y[m].log()[:, :, None]),
     "matmul": lambda x, y, w, s, m: torch.matmul(x[m].log()[None], y[:3]),
     "einsum": lambda x, y, w, s, m: torch.einsum("nd,de->ne", x[m].log(), y[:3]),
+    "einsum without an arrow": lambda x, y, w, s, m: torch.einsum("nd, de", x[m].log(), y[:3]),
+    "einsum of the alphabet": lambda x, y, w, s, m: torch.einsum("zd,dA", x[m].log(), y[:3]),
+    "einsum with an ellipsis": lambda x, y, w, s, m: torch.einsum("...d,de->...e", x[m], y[:3]),
+    "einsum of other ellipses": lambda x, y, w, s, m: torch.einsum("b...,...b", x[m].T, x[m]),
     "einsum inner": lambda x, y, w, s, m: torch.einsum("nd,ne->de", x[m].log(), y[m].log()),
     "attention": lambda x, y, w, s, m: F.scaled_dot_product_attention(
         y[None], x[m].log()[None], x[m].sqrt()[None]

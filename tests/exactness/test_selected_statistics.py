@@ -81,6 +81,24 @@ def compared(x):
     ]
 
 
+def searched_in_rows(x):
+    """Search in borders of each row's own, as the splines of normalizing flows do inside."""
+    inside = x[:, 0] > 0
+    rows = x[inside]
+    borders = torch.cat([torch.zeros(len(rows), 1), rows.softmax(-1).cumsum(-1)], -1)
+    at = torch.stack([rows[:, 0].sigmoid(), rows[:, 1].sigmoid()], -1)
+    found = torch.searchsorted(borders, at)
+    shuffled = borders.flip(-1).contiguous()
+    order = shuffled.argsort(-1)
+    columns = x.T[:, inside].sort(-1).values
+    return [
+        (at - borders.gather(-1, found - 1)) * rows[:, :1],
+        torch.searchsorted(borders, at[:, :1].expand(-1, 3).contiguous(), right=True) * rows[:, :1],
+        torch.searchsorted(shuffled, at, sorter=order) * rows[:, :1],
+        torch.searchsorted(columns, torch.zeros(columns.shape[0], 2)) * x.sum(),
+    ]
+
+
 def distinct(x):
     x = x.detach()
     values, inverse, counts = torch.unique(
@@ -164,7 +182,7 @@ def summed(leaves):
 
 
 @pytest.mark.parametrize(
-    "function", [order, quantiles, moved, compared, distinct, composed, by_row]
+    "function", [order, quantiles, moved, compared, searched_in_rows, distinct, composed, by_row]
 )
 def test_statistics_of_selected_elements(function):
     ported = tpuport.convert(function, verify=False)

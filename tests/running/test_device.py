@@ -320,3 +320,31 @@ def test_tensors_that_functions_of_torch_make_inside_are_on_the_accelerator():
         torch.testing.assert_close(have.cpu(), want)
     for have, want in zip(there.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(have.grad.cpu(), want.grad)
+
+
+class Padded(nn.Module):
+    """Takes a size from lengths, and asks where they are."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x, lengths):
+        if lengths.device.type == "cpu":
+            longest, there = int(lengths.numpy().max()), 0
+        else:
+            longest, there = int(lengths.max()), 1
+        places = torch.arange(longest, device=lengths.device)
+        return (x * self.scale)[:, places].sum(), there + 10 * lengths.is_cuda, places.is_cuda
+
+
+def test_an_argument_that_python_reads_stays_where_the_caller_had_it():
+    with tpuport.porting():
+        net = Padded().cuda()
+        for lengths in ([1, 3], [2, 4], [1, 3]):
+            for place, seen in (("cuda", (11, True)), ("cpu", (0, False))):
+                given, x = torch.tensor(lengths, device=place), torch.ones(2, 4, device="cuda")
+                found, *where = net(x, given)
+                assert tuple(where) == seen
+                assert given.device.type == place
+                assert found.item() == 2 * max(lengths)

@@ -1,5 +1,8 @@
 """Each way through a module's code is compared with eager once, and compiled once."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -263,6 +266,46 @@ def test_hooks_on_saved_tensors_see_none_of_a_program():
     assert not seen
 
 
+class Estimated(torch.autograd.Function):
+    """The logarithm of a norm, whose gradient takes a norm from random directions."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().sum(1).log()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        start = torch.randn(x.shape[0], 1, device=x.device).abs() + 1
+        return grad[:, None] * 2 * x / (start / start.square() * start * x.square()).sum(1)[:, None]
+
+
+class Estimating(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x):
+        noise = torch.randn_like(x)
+        return (Estimated.apply(self.line(x)) + (noise - noise).sum(1)).sum()
+
+
+def test_gradients_that_draw_numbers_are_not_compared_with_none():
+    """A power iteration begins at random, and the backward pass of an estimator runs it again."""
+    torch.manual_seed(0)
+    eager = Estimating()
+    with tpuport.porting():
+        net = built(Estimating)
+        for _ in range(2):
+            for one, x in ((net, rows()), (eager, rows().cpu())):
+                one.zero_grad()
+                one(x).backward()
+            torch.testing.assert_close(net.line.weight.grad.cpu(), eager.line.weight.grad)
+        (model,) = programs()
+        assert model.report.ok
+
+
 class Tempered(nn.Module):
     def __init__(self):
         super().__init__()
@@ -290,3 +333,67 @@ def test_a_call_returns_a_number_beside_what_is_differentiated():
             out.square().sum().backward()
             want.square().sum().backward()
             torch.testing.assert_close(net.line.weight.grad.cpu(), eager.line.weight.grad)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, scale):
+        return x * self.weight * scale
+
+
+@pytest.mark.parametrize(
+    ("hook", "with_kwargs"),
+    [
+        (lambda module, args, kwargs: (args, kwargs | {"scale": 2.0}), True),
+        (lambda module, args: (*args, args[0].mean()), False),
+        (lambda module, args, kwargs: (args[:1], {"scale": kwargs["other"]}), True),
+    ],
+)
+def test_a_hook_gives_arguments_that_the_call_lacks(hook, with_kwargs):
+    given = {"other": 4.0} if "other" in hook.__code__.co_consts else {}
+    eager = Scaled()
+    eager.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+    ported = tpuport.convert(copy.deepcopy(eager), (torch.ones(2, 3),), given)
+    with tpuport.porting():
+        net = Scaled().cuda()
+        net.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        for factor in (1.0, 2.0):
+            x = torch.arange(6.0).reshape(2, 3) * factor
+            for one, on in ((net, x.cuda()), (eager, x)):
+                one.zero_grad()
+                one(on, **given).sum().backward()
+            torch.testing.assert_close(net.weight.grad.cpu(), eager.weight.grad)
+            torch.testing.assert_close(tpuport.to_torch(ported(x, **given)), eager(x, **given))
+
+
+class Instead:
+    """A forward of one module, with the name and signature of its class's, which it calls."""
+
+    def __init__(self, module):
+        functools.update_wrapper(self, type(module).forward)
+        self.module = module
+
+    def __call__(self, x):
+        return type(self.module).forward(self.module, x, scale=2.0)
+
+    def __deepcopy__(self, memo):
+        return Instead(copy.deepcopy(self.module, memo))
+
+
+def test_a_forward_of_the_module_itself_wraps_that_of_its_class():
+    eager = Scaled()
+    eager.forward = Instead(eager)
+    x = torch.arange(6.0).reshape(2, 3)
+    ported = tpuport.convert(copy.deepcopy(eager), (x,))
+    torch.testing.assert_close(tpuport.to_torch(ported(x + 1)), eager(x + 1).detach())
+    with tpuport.porting():
+        net = Scaled().cuda()
+        net.forward = Instead(net)
+        for factor in (1.0, 2.0):
+            for one, on in ((net, x.cuda()), (eager, x)):
+                one.zero_grad()
+                one(on * factor).sum().backward()
+            torch.testing.assert_close(net.weight.grad.cpu(), eager.weight.grad)

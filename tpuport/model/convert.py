@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import torch
+from torch.nn.modules.module import _global_forward_pre_hooks as _global_pre_hooks
 
 from tpuport.foundation.errors import SignatureError, UsageError
 from tpuport.foundation.interop import backend
@@ -228,19 +229,19 @@ def check_signature(
     Raises:
         SignatureError: a missing, unknown or repeated argument.
     """
-    function = getattr(target, method) if isinstance(target, torch.nn.Module) else target
+    is_module = isinstance(target, torch.nn.Module)
+    if is_module and method == "forward" and (target._forward_pre_hooks or _global_pre_hooks):
+        return  # a hook may give the arguments that are missing, and take others away
+    function = getattr(target, method) if is_module else target
     try:
-        signature = inspect.signature(function)
+        # Not that of what a decorator wraps: it may give arguments, or wrap a function of a class.
+        signature = inspect.signature(function, follow_wrapped=False)
     except (TypeError, ValueError):
         return
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = (
-            type(target).__name__
-            if isinstance(target, torch.nn.Module)
-            else getattr(target, "__name__", "function")
-        )
-        shown = f"{name}.{method}" if isinstance(target, torch.nn.Module) else name
+        name = type(target).__name__ if is_module else getattr(target, "__name__", "function")
+        shown = f"{name}.{method}" if is_module else name
         msg = f"{shown}: {error}; its signature is {shown}{signature}"
         raise SignatureError(msg) from error

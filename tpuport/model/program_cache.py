@@ -15,6 +15,7 @@ import torch
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from tpuport.foundation import pytree
+from tpuport.foundation.interop.device_mark import is_tagged
 from tpuport.reports.report import PortReport
 from tpuport.tracing.attention.options import choice
 from tpuport.tracing.core import arguments, int64
@@ -201,7 +202,9 @@ def signature_of(method: str, call: CallArguments, version: Any, host: frozenset
     key = (call.spec.key, kinds, version, modes())
     if host:
         read = {paths[i]: np.asarray(call.values[i]) for i in sorted(host)}
-        key = (*key, tuple((path, value.tobytes()) for path, value in read.items()))
+        # Code may ask where a tensor is that Python reads, as for the device of what it makes.
+        where = tuple(is_tagged(metas[i]) for i in sorted(host))
+        key = (*key, where, tuple((path, value.tobytes()) for path, value in read.items()))
         parts += tuple((f"value of {path}", _shown(value)) for path, value in read.items())
     return Signature(method, key, parts)
 

@@ -225,9 +225,12 @@ def _members(name: str) -> Sequence[str]:
 def paired(
     want: Mapping[str, Any], have: Mapping[str, Any], unsure: Collection[str] = ()
 ) -> list[tuple[Kind, Pair]]:
-    """Pair gradients by name; None is not like zeros, but for a name that is `unsure`."""
+    """Pair gradients by name; None is not like zeros, but for a name that is `unsure`.
+
+    Nothing is paired if eager PyTorch has no gradients to compare with (`of_reference`).
+    """
     made = []
-    for name, got in have.items():
+    for name, got in have.items() if want else ():
         if name in unsure and want.get(name) is None and got is not None and not got.any():
             continue
         made.append(_pair(f"grad.{name}", want.get(name), got))

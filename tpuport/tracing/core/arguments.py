@@ -13,7 +13,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError, TpuportError, UsageError
-from tpuport.foundation.interop import backend
+from tpuport.foundation.interop import backend, device_mark
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.storage import Storage
 from tpuport.tracing.core.tensor import TracedTensor, flow_seen, meta_of, wrap
@@ -147,7 +147,8 @@ def argument_arrays(leaves: list[Any], paths: list[str]) -> tuple[list[Any], lis
             except OverflowError as error:
                 msg = f"argument {path}: {error}"
                 raise UsageError(msg) from error
-        metas.append(_computed(meta_of(leaf, like=True), leaf))
+        meta = _computed(meta_of(leaf, like=True), leaf)
+        metas.append(device_mark.tag(meta) if device_mark.is_tagged(leaf) else meta)
     return values, metas
 
 

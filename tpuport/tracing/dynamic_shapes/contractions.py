@@ -1,6 +1,7 @@
 """Matrix products, einsum and attention, where a dim of data-dependent size may be summed over."""
 
 import math
+import string
 from typing import Any
 
 import torch
@@ -74,11 +75,8 @@ def matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
-    """Return `torch.einsum` with explicit letters; a summed letter may depend on data."""
-    inputs, arrow, output = equation.partition("->")
-    if "." in equation or not arrow:
-        raise refuse(aten.einsum.default, " with an ellipsis or without an explicit output")
-    letters = inputs.split(",")
+    """Return `torch.einsum`; a letter, summed or not, may depend on data."""
+    letters, output = _letters(equation, operands)
     nodes: dict[str, NumberNode] = {}
     for names, operand in zip(letters, operands, strict=True):
         for d, n in extents_of(operand).items():
@@ -89,7 +87,32 @@ def einsum(equation: str, operands: list[torch.Tensor]) -> torch.Tensor:
             raise refuse(aten.einsum.default, " against one of static size")
         plain.append(filled(operand, 0))
     extents = {output.index(letter): n for letter, n in nodes.items() if letter in output}
-    return isolated(attach(torch.einsum(equation, *plain), extents))
+    explicit = f"{','.join(letters)}->{output}"
+    return isolated(attach(torch.einsum(explicit, *plain), extents))
+
+
+def _letters(equation: str, operands: list[torch.Tensor]) -> tuple[list[str], str]:
+    """Return the letters of each operand and of the result, with those that are left out.
+
+    An ellipsis is the dims that have no letter, aligned from the right. Without an arrow the result
+    has these, and the letters that are there once in the order of the alphabet.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    names = inputs.split(",")
+    unused = [one for one in string.ascii_letters if one not in equation]
+    rests = [
+        operand.dim() - len(one.replace("...", "")) if "..." in one else 0
+        for one, operand in zip(names, operands, strict=True)
+    ]
+    dims = "".join(unused[: max(rests)])
+    if not arrow:
+        output = "..." + "".join(
+            sorted(one for one in {*inputs} - {*".,"} if inputs.count(one) == 1)
+        )
+    written = [
+        one.replace("...", dims[len(dims) - rest :]) for one, rest in zip(names, rests, strict=True)
+    ]
+    return written, output.replace("...", dims)
 
 
 def same_rows(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -167,21 +167,30 @@ def _cdist(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles("searchsorted", "bucketize")
 def _search(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Search for each of some values; their number, or that of the borders, may depend on data."""
+    """Search for each of some values; their number, or that of the borders, may depend on data.
+
+    With borders of several dims each row has its own, and which rows there are may depend on data.
+    """
     at = 1 if func._opname == "searchsorted" else 0
     values, borders = args[at], args[1 - at]
     if not isinstance(values, torch.Tensor):
         values = torch.as_tensor(values)
-    if not extents_of(values) and not extents_of(borders):
+    among, last = extents_of(borders), borders.dim() - 1
+    if not extents_of(values) and not among:
         return NotImplemented
-    if borders.dim() > 1 or kwargs.get("sorter") is not None:
-        raise refuse(func, " with borders of several dims or a sorter")
+    sorter = kwargs.get("sorter")
+    if sorter is not None and last in among:
+        raise refuse(func, " among borders whose number depends on data, with a sorter")
     top = math.inf if borders.dtype.is_floating_point else torch.iinfo(torch.int32).max
     plain = [filled(borders, top), strip(values)]
+    if borders.dim() > 1 and plain[0].shape[:-1] != plain[1].shape[:-1]:
+        raise refuse(func, " in rows that have other bounds than those of the borders")
+    kwargs = {**kwargs, "sorter": strip(sorter)} if sorter is not None else kwargs
     made = run(func, tuple(plain if at else plain[::-1]), {**kwargs})
-    if extents_of(borders):  # equal to the padding is beyond the last
-        made = torch.minimum(made, wrap_now(extents_of(borders)[0].value, made.dtype))
-    return attach(made, dict(extents_of(values)))
+    if last in among:  # equal to the padding is beyond the last
+        made = torch.minimum(made, wrap_now(among[last].value, made.dtype))
+    rows = {dim: node for dim, node in among.items() if dim != last}
+    return attach(made, rows | dict(extents_of(values)))
 
 
 @handles("histc")

@@ -1,7 +1,7 @@
 """transformers' masks of attention, which eager PyTorch leaves out where they hide no key."""
 
 import functools
-import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +31,13 @@ class TransformersMasks(Shim):
     MODULE = "transformers.masking_utils"
 
     def replacements(self) -> list[Replacement]:
-        masks: Any = importlib.import_module(self.MODULE)
-        models: Any = importlib.import_module("transformers.modeling_utils")
-        attention: Any = importlib.import_module("transformers.integrations.sdpa_attention")
+        masks: Any = sys.modules[self.MODULE]
+        models: Any = sys.modules.get("transformers.modeling_utils")
+        attention: Any = sys.modules.get("transformers.integrations.sdpa_attention")
+        # Not imported here: user code has no model of transformers then, and an import that fails,
+        # as with a torchvision for a different torch, would fail each trace.
+        if not hasattr(models, "AttentionInterface") or attention is None:
+            return []
         return [
             _looked_up(masks.AttentionMaskInterface, masks.sdpa_mask, _noting),
             _looked_up(models.AttentionInterface, attention.sdpa_attention_forward, _deciding),

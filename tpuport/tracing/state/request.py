@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import torch
 
 from tpuport.foundation import pytree
-from tpuport.foundation.interop import backend
+from tpuport.foundation.interop import backend, device_mark
 from tpuport.source.rewrite import live
 from tpuport.tracing.core.arguments import Changes
 from tpuport.tracing.core.context import Trace
@@ -232,8 +232,9 @@ class TraceRequest:
         return [index for _, index in sorted(found)]
 
     def host_leaf(self, index: int) -> torch.Tensor:
-        """Return the argument as a plain CPU tensor."""
-        return backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
+        """Return the argument as a plain CPU tensor, which code sees where the caller had it."""
+        made = backend.to_torch(self.known_leaves[index], self.metas[index].dtype)
+        return device_mark.tag(made) if device_mark.is_tagged(self.metas[index]) else made
 
 
 _ARGUMENT_LIMIT = 1 << 16
