@@ -225,8 +225,10 @@ def test_what_equality_says_nothing_of(
 def test_a_run_without_an_optimizer_says_what_its_files_say(tmp_path: Path) -> None:
     StepRecorder(tmp_path, "trained", 1).finish()
     assert "no file" in why_empty(Recording(tmp_path))
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "out.npy").write_bytes(b"")
+    (tmp_path / "files" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "files" / "train.log").write_text("what failed was caught")
+    assert "no file" in why_empty(Recording(tmp_path))
+    (tmp_path / "files" / "checkpoints" / "out.npy").write_bytes(b"")
     assert not why_empty(Recording(tmp_path))
 
 

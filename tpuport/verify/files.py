@@ -34,7 +34,7 @@ def compare_files(eager: Path, ported: Path) -> WrittenFiles:
     names = {path.relative_to(side) for side in (eager, ported) for path in side.rglob("*")}
     for name in sorted(names):
         sides = [side for side in (eager, ported) if (side / name).is_file()]
-        if not any(_is_compared(side / name) for side in sides):
+        if not any(is_compared(side / name) for side in sides):
             continue
         if len(sides) == 1:
             which = "eager" if sides[0] is eager else "ported"
@@ -48,7 +48,7 @@ def compare_files(eager: Path, ported: Path) -> WrittenFiles:
     return found
 
 
-def _is_compared(path: Path) -> bool:
+def is_compared(path: Path) -> bool:
     """Return whether a file is an image or of tensors: by its name, or if `torch.save` made it."""
     if path.suffix.lower() in _IMAGES | _TENSORS:
         return True
