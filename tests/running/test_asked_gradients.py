@@ -3,6 +3,7 @@
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -263,3 +264,42 @@ def test_a_backward_pass_that_ends_at_such_a_result_is_refused():
         y, h, _ = net(torch.ones(2, 3).cuda())
         with pytest.raises(PortError, match=r"(?s)backward\(inputs=.*retain_grad"):
             y.sum().backward(inputs=[h])
+
+
+@pytest.mark.parametrize("is_program", [False, True])
+def test_a_gradient_is_where_its_tensor_is(is_program: bool) -> None:
+    """As for a saliency map: the picture is on the host, what the network saw is a copy of it."""
+    torch.manual_seed(0)
+    network, x = nn.Linear(3, 2), torch.randn(4, 3, requires_grad=True)
+
+    def outcome(device: str) -> tuple[list[Any], torch.Tensor]:
+        network.to(device)
+        network.zero_grad()
+        x.grad = None
+
+        def loss() -> torch.Tensor:
+            there = x.to(device)
+            return (network(there) if is_program else there * 2).sin().sum()
+
+        (first,) = torch.autograd.grad(loss(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        for _ in range(2):
+            loss().backward()
+        assert x.grad is not None
+        assert x.grad is x.grad
+        assert [one.device.type for one in (first, second, x.grad)] == ["cpu"] * 3
+        for p in network.parameters() if is_program else ():
+            assert p.grad is not None
+            assert p.grad.device.type == device
+        (moved,) = (x.to(device),)
+        (inside,) = torch.autograd.grad(moved.sin().sum(), moved)
+        assert inside.device.type == device
+        found = [first, second, x.grad]
+        return [one.detach().numpy() for one in found], inside.cpu()
+
+    expected, of_copy = outcome("cpu")
+    with tpuport.porting():
+        found, of_moved = outcome("cuda")
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(of_moved, of_copy)

@@ -316,6 +316,57 @@ def test_rotary(flash, interleaved):
     assert same is flat
 
 
+@pytest.mark.parametrize("grouped", [False, True])
+def test_rotary_in_place(flash, grouped):
+    """Against `apply_rotary_emb` on each part, values and gradients."""
+    del flash
+    from flash_attn.layers.rotary import (
+        apply_rotary_emb,
+        apply_rotary_emb_kv_,
+        apply_rotary_emb_qkv_,
+    )
+
+    class Rotated(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factor = torch.nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x, angle):
+            tables = angle.cos(), angle.sin(), angle.sin(), angle.cos()
+            qkv = x * self.factor
+            options = {"num_heads_q": 2} if grouped else {}
+            same = apply_rotary_emb_qkv_(qkv, *tables, seqlen_offsets=1, **options) is qkv
+            kv = x[:, :, :2] * 3
+            kv = kv[..., None, :] if grouped else kv
+            return qkv, apply_rotary_emb_kv_(kv, *tables[:2], interleaved=True), torch.tensor(same)
+
+    (x,) = tensors((2, 5, 4, 8) if grouped else (2, 5, 3, 2, 8))
+    angle = torch.rand(9, 3)
+    q, k, v = (x * 2).split([2, 1, 1], 2) if grouped else (x * 2).unbind(2)
+    q = apply_rotary_emb(q, angle.cos(), angle.sin(), seqlen_offsets=1)
+    k = apply_rotary_emb(k, angle.sin(), angle.cos(), seqlen_offsets=1)
+    want = torch.cat([q, k, v], 2) if grouped else torch.stack([q, k, v], 2)
+    keys, values = x[:, :, 0] * 3, x[:, :, 1] * 3
+    if grouped:
+        keys, values = keys[..., None, :], values[..., None, :]
+    keys = apply_rotary_emb(keys, angle.cos(), angle.sin(), interleaved=True)
+    wanted = (want, torch.stack([keys, values], 2))
+    weights = [torch.randn_like(one) for one in wanted]
+
+    def gradient(outs):
+        loss = sum((one.cpu() * w).sum() for one, w in zip(outs, weights, strict=True))
+        return torch.autograd.grad(loss, x)[0].cpu()
+
+    expected = gradient(wanted)
+    for device in ("cpu", "cuda"):  # beside a program, and in one
+        *found, same = Rotated().to(device)(x.to(device), angle.to(device))
+        assert same.item()
+        torch.testing.assert_close([one.cpu() for one in found], list(wanted))
+        torch.testing.assert_close(gradient(found), expected)
+    with pytest.raises(UsageError, match="num_heads_q"):
+        apply_rotary_emb_qkv_(x.detach().flatten(2, -2), angle.cos(), angle.sin())
+
+
 def test_norms(flash):
     del flash
     from flash_attn.ops.layer_norm import layer_norm

@@ -222,11 +222,43 @@ def test_what_equality_says_nothing_of(
     assert bool(why) == (loss != loss or gradients[1] != 2.0)
 
 
+@pytest.mark.parametrize(
+    ("mine", "other", "pairs"),
+    [
+        ("2026-11-30/19-45-35/model.pt", "2026-11-30/19-47-02/model.pt", True),
+        ("2026.11.30/194535/model.pt", "2026.12.01/000001/model.pt", True),
+        ("run_20261130_235959/model.pt", "run_20261201_000003/model.pt", True),
+        ("experiment_86669.ckpt", "experiment_80871.ckpt", True),
+        ("epoch_10.pt", "epoch_20.pt", False),
+        ("experiment_86669.ckpt", "experiment_80871.pt", False),
+    ],
+)
+def test_files_that_a_run_names_by_its_time_are_compared(
+    tmp_path: Path, mine: str, other: str, pairs: bool
+) -> None:
+    for change in (0.0, 0.5):
+        for side, name, value in (("eager", mine, 1.0), ("ported", other, 1.0 + change)):
+            (tmp_path / side / name).parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"w": torch.tensor([2.0, value])}, tmp_path / side / name)
+        found = compare_files(tmp_path / "eager", tmp_path / "ported")
+        assert [name for name, _ in found.errors] == [mine] * pairs
+        assert [error == change / 2 for _, error in found.errors] == [True] * pairs
+        assert len(found.problems) == (0 if pairs else 2)
+    # Which of two belongs to which is not known.
+    for side, name in (("eager", "seed_12345.pt"), ("eager", "seed_23456.pt")):
+        torch.save({}, tmp_path / side / name)
+    torch.save({}, tmp_path / "ported" / "seed_34567.pt")
+    found = compare_files(tmp_path / "eager", tmp_path / "ported")
+    assert len([one for one in found.problems if "seed" in one]) == 3
+
+
 def test_a_run_without_an_optimizer_says_what_its_files_say(tmp_path: Path) -> None:
     StepRecorder(tmp_path, "trained", 1).finish()
     assert "no file" in why_empty(Recording(tmp_path))
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "out.npy").write_bytes(b"")
+    (tmp_path / "files" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "files" / "train.log").write_text("what failed was caught")
+    assert "no file" in why_empty(Recording(tmp_path))
+    (tmp_path / "files" / "checkpoints" / "out.npy").write_bytes(b"")
     assert not why_empty(Recording(tmp_path))
 
 

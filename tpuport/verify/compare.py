@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tpuport.verify.files import compare_files
+from tpuport.verify.files import compare_files, is_compared
 
 # Gradients below this share of the largest one are zero but for rounding. Adam makes steps of full
 # size of them.
@@ -129,11 +129,15 @@ class Recording:
         return {n.removeprefix(start): t for n, t in self.tensors.items() if n.startswith(start)}
 
 
+_NOTHING = "no optimizer made a step, and no file of images or tensors was written"
+
+
 def why_empty(eager: Recording) -> str:
     """Return why equality with a run says nothing, if so: NaN is equal to NaN, and zero to zero."""
     if not eager.record["optimizers"]:
-        written = eager.files.exists() and any(eager.files.iterdir())
-        return "" if written else "no optimizer made a step, and no file was written"
+        # A log, or a folder that was made for a checkpoint, is not compared and says nothing.
+        compared = any(path.is_file() and is_compared(path) for path in eager.files.rglob("*"))
+        return "" if compared else _NOTHING
     losses = [loss for step in eager.losses for loss in step]
     if losses and not any(map(math.isfinite, losses)):
         return "every loss is NaN or infinite in eager PyTorch, too"

@@ -1,8 +1,9 @@
 """Images and tensors that two runs wrote, compared."""
 
 import pickle
+import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from tpuport.verify.pickled import PickledObject, load_pickled
 
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"}
 _TENSORS = {".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npy", ".npz"}
+# What tells the folders of runs apart: 2026-11-30, 19-45-35, 194535, and random numbers.
+_OF_A_RUN = re.compile(r"(?<!\d)\d\d([-_.:])\d\d\1\d\d(?!\d)|\d{4,}([-_.:]\d\d[-_.:]\d\d)?(?!\d)")
 # One level of 8 bits is rounding: an image differs if its pixels are further apart.
 _LEVELS = 2
 
@@ -31,24 +34,45 @@ class WrittenFiles:
 def compare_files(eager: Path, ported: Path) -> WrittenFiles:
     """Compare the images and the files of tensors in two folders, by their names."""
     found = WrittenFiles()
-    names = {path.relative_to(side) for side in (eager, ported) for path in side.rglob("*")}
-    for name in sorted(names):
-        sides = [side for side in (eager, ported) if (side / name).is_file()]
-        if not any(_is_compared(side / name) for side in sides):
-            continue
-        if len(sides) == 1:
-            which = "eager" if sides[0] is eager else "ported"
-            found.problems.append(f"{name}: written by the {which} run only")
-        elif sides:
-            error = _difference(eager / name, ported / name)
-            if isinstance(error, str):
-                found.problems.append(f"{name}: {error}")
-            else:
-                found.errors.append((str(name), error))
+    mine, other = _written(eager), _written(ported)
+    both = {name for name in mine | other if all((s / name).is_file() for s in (eager, ported))}
+    mine, other = mine | both, other | both
+    pairs = {name: name for name in sorted(both)} | _renamed(mine - both, other - both)
+    for name, renamed in pairs.items():
+        error = _difference(eager / name, ported / renamed)
+        if isinstance(error, str):
+            found.problems.append(f"{name}: {error}")
+        else:
+            found.errors.append((str(name), error))
+    alone = dict.fromkeys(mine - pairs.keys(), "eager")
+    alone |= dict.fromkeys(other - set(pairs.values()), "ported")
+    for name, which in sorted(alone.items()):
+        found.problems.append(f"{name}: written by the {which} run only")
     return found
 
 
-def _is_compared(path: Path) -> bool:
+def _written(side: Path) -> set[Path]:
+    """Return the names of the files of a run that are compared."""
+    paths = (path for path in side.rglob("*") if path.is_file() and is_compared(path))
+    return {path.relative_to(side) for path in paths}
+
+
+def _renamed(mine: Iterable[Path], other: Iterable[Path]) -> dict[Path, Path]:
+    """Pair names that differ by a time or a number that no seed sets, where only one fits."""
+    sides = []
+    for names in (mine, other):
+        found: dict[str, list[Path]] = {}
+        for name in names:
+            found.setdefault(_OF_A_RUN.sub("#", str(name)), []).append(name)
+        sides.append(found)
+    return {
+        names[0]: sides[1][form][0]
+        for form, names in sides[0].items()
+        if len(names) == len(sides[1].get(form, ())) == 1
+    }
+
+
+def is_compared(path: Path) -> bool:
     """Return whether a file is an image or of tensors: by its name, or if `torch.save` made it."""
     if path.suffix.lower() in _IMAGES | _TENSORS:
         return True

@@ -1,12 +1,13 @@
 """Gradients of a program's outputs that scripts ask for: hooks, retain_grad, autograd.grad."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from tpuport.compat.emulated.device import handles, settled
+from tpuport.compat.emulated.device import beside, handles, settled
 from tpuport.compat.emulated.gradients import Through
 from tpuport.compat.emulated.inner_outputs import (
     add_hook,
@@ -40,7 +41,7 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     places = {i: place for i, one in enumerate(inputs) if (place := inner_output(one, Through))}
     if not places:
-        return settled(func(*args, **kwargs), args, kwargs)
+        return _beside(func(*args, **kwargs), inputs, args, kwargs)
     materialize, allow = given["materialize_grads"], given["allow_unused"]
     probes = {id(one): one for inner, _ in places.values() for one in inner.probes()}
     given |= {"inputs": (*inputs, *probes.values()), "allow_unused": True}
@@ -58,7 +59,15 @@ def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"The differentiated Tensor at index {index} appears to not have been used in the"
                 " graph. Set allow_unused=True if this is the desired behavior."
             )
-    return settled(tuple(found), args, kwargs)
+    return _beside(found, inputs, args, kwargs)
+
+
+def _beside(found: Sequence[Any], inputs: Sequence[Any], args: Any, kwargs: Any) -> Any:
+    """Return gradients where their inputs are, which may not be where the outputs are."""
+    if not all(isinstance(one, torch.Tensor) for one in inputs):  # an edge of the graph
+        return settled(tuple(found), args, kwargs)
+    pairs = zip(found, inputs, strict=True)
+    return tuple(g if g is None else beside(g, tensor) for g, tensor in pairs)
 
 
 @handles(torch.autograd.backward, torch.Tensor.backward)

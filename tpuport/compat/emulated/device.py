@@ -147,8 +147,21 @@ def _get_device(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
 def _grad(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Gradients are made by C++, which does not go through here.
     del kwargs
-    grad = func(*args)
-    return tag(grad) if grad is not None and is_tagged(args[0]) else grad
+    tensor, grad = args[0], func(*args)
+    if grad is None or isinstance(tensor, TracedTensor):
+        return grad
+    if is_tagged(tensor):
+        return tag(grad)
+    if is_tagged(grad):
+        tensor.grad = grad = beside(grad, tensor)
+    return grad
+
+
+def beside(grad: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a gradient where its tensor is: it may come from a copy on the other device."""
+    if isinstance(grad, TracedTensor) or is_tagged(tensor) == is_tagged(grad):
+        return grad
+    return tag(grad) if is_tagged(tensor) else _moved(grad, False, {})
 
 
 @handles(torch.Tensor.cuda)

@@ -91,6 +91,53 @@ def apply_rotary_emb(
     return x.copy_(out) if inplace else out
 
 
+def apply_rotary_emb_qkv_(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    cos_k: torch.Tensor | None = None,
+    sin_k: torch.Tensor | None = None,
+    interleaved: bool = False,
+    seqlen_offsets: Any = 0,
+    num_heads_q: int | None = None,
+) -> torch.Tensor:
+    """Rotate queries and keys in place, and return `qkv`.
+
+    Args:
+        qkv: [B, L, 3, H, D], or [B, L, H + 2 * G, D] with `num_heads_q`.
+        cos: The cosines by position, [L or more, R].
+        sin: The sines, shaped as `cos`.
+        cos_k: Those of the keys, if they are others.
+        sin_k: Likewise.
+        interleaved: Pairs are neighbours (GPT-J) rather than halves (GPT-NeoX).
+        seqlen_offsets: Position of the first row: a number, or [B].
+        num_heads_q: H, where keys and values have other heads.
+    """
+    if qkv.dim() == 5:
+        queries, keys = qkv[:, :, 0], qkv[:, :, 1]
+    elif num_heads_q is not None:
+        heads = (qkv.shape[2] - num_heads_q) // 2
+        queries, keys = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads]
+    else:
+        raise UsageError("apply_rotary_emb_qkv_: qkv has 4 dims, so num_heads_q is expected")
+    of_keys = (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)
+    for rows, tables in ((queries, (cos, sin)), (keys, of_keys)):
+        apply_rotary_emb(rows, *tables, interleaved, True, seqlen_offsets)
+    return qkv
+
+
+def apply_rotary_emb_kv_(
+    kv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+    seqlen_offsets: Any = 0,
+) -> torch.Tensor:
+    """Rotate the keys of kv [B, L, 2, G, D] in place, and return `kv`."""
+    apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
+    return kv
+
+
 def _rotate(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
 ) -> torch.Tensor:

@@ -43,6 +43,7 @@ class FlashAttn(Package):
             "flash_attn.layers.rotary": {
                 "apply_rotary_emb": parts.apply_rotary_emb,
                 "apply_rotary_emb_func": parts.apply_rotary_emb,
+                **named(parts.apply_rotary_emb_qkv_, parts.apply_rotary_emb_kv_),
             },
             "flash_attn.ops": {},
             "flash_attn.ops.rms_norm": named(parts.rms_norm, parts.RMSNorm),

@@ -5,8 +5,14 @@ program's trace.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import _disable_current_modes
+
+# Which kernel torch takes for attention, as a number of `SDPBackend`.
+_kernel_of: Any = torch._fused_sdp_choice  # pyright: ignore[reportPrivateImportUsage]
 
 # Memory formats by the number of dims.
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -123,6 +129,41 @@ def as_convolved(made: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> t
     if has_channels_last(x) or has_channels_last(weight):
         return made.contiguous(memory_format=layout)
     return made
+
+
+def as_attended(
+    made: torch.Tensor,
+    operands: Sequence[torch.Tensor],
+    mask: torch.Tensor | None,
+    *,
+    dropout: float,
+    causal: bool,
+    grouped: bool,
+) -> torch.Tensor:
+    """Return the result of attention with the strides that a CPU gives it.
+
+    The fused kernel lays the result out as the queries, so that heads which were split off by a
+    transposition can be joined again by a view; the matrix of scores makes it contiguous. Which of
+    them runs depends on sizes, on the last stride and on what is switched off: torch is asked.
+    """
+    if made.dim() != 4:
+        return made
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        standing = [None if one is None else _standing(one) for one in (*operands, mask)]
+        fused = _kernel_of(*standing, dropout, causal, enable_gqa=grouped)
+    if fused != SDPBackend.FLASH_ATTENTION.value:
+        return made
+    query = operands[0]
+    laid = torch.empty_strided(query.size(), query.stride(), dtype=made.dtype, device="meta")
+    return torch.empty_like(laid)
+
+
+def _standing(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a CPU tensor of the same size and last stride that has little memory."""
+    size, last = torch.Tensor.size(tensor), tensor.stride(-1)
+    row = torch.empty(max(size[-1], 1) * (1 if last == 1 else 2), dtype=tensor.dtype)
+    strides = (*[0] * (len(size) - 1), min(last, 2))
+    return row.as_strided(size, strides).requires_grad_(tensor.requires_grad)
 
 
 def has_channels_last(tensor: torch.Tensor) -> bool:

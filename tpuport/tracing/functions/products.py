@@ -18,6 +18,7 @@ from tpuport.tracing.core.values import flow_of, grad_frozen, value_of, wrap_as
 from tpuport.tracing.dispatch.int64_ops import in_64
 from tpuport.tracing.dispatch.meta_infer import check_one_dtype, to_meta
 from tpuport.tracing.dispatch.meta_rules import attention_meta, linear_meta, matmul_meta
+from tpuport.tracing.dispatch.meta_strides import as_attended
 from tpuport.tracing.dynamic_shapes import contractions
 from tpuport.tracing.dynamic_shapes.extents import attach, extents_of, filled, isolated
 from tpuport.tracing.functions import promotion
@@ -181,6 +182,8 @@ def _attention(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
     if meta is None:
         check_one_dtype([q, k, v])
         meta = _NN.scaled_dot_product_attention(*_metas([q, k, v, mask]), **options)
+    causal, grouped = options["is_causal"], options["enable_gqa"]
+    meta = as_attended(meta, [q, k, v], mask, dropout=dropout, causal=causal, grouped=grouped)
     key = trace.next_key(None) if dropout > 0.0 else None
     if isinstance(options["scale"], sym_numbers.SYMBOLIC):
         options["scale"] = sym_numbers.node_value(options["scale"])
