@@ -20,7 +20,7 @@ from tpuport.verify.compare import (
     moved_elsewhere,
     why_empty,
 )
-from tpuport.verify.files import compare_files
+from tpuport.verify.files import compare_files, renamed_files
 from tpuport.verify.recorder import StepRecorder
 
 INF, NAN = float("inf"), float("nan")
@@ -244,6 +244,9 @@ def test_files_that_a_run_names_by_its_time_are_compared(
         assert [name for name, _ in found.errors] == [mine] * pairs
         assert [error == change / 2 for _, error in found.errors] == [True] * pairs
         assert len(found.problems) == (0 if pairs else 2)
+        notes = renamed_files(tmp_path / "eager", tmp_path / "ported")
+        assert len(notes) == pairs
+        assert all(mine in note and other in note for note in notes)
     # Which of two belongs to which is not known.
     for side, name in (("eager", "seed_12345.pt"), ("eager", "seed_23456.pt")):
         torch.save({}, tmp_path / side / name)

@@ -34,10 +34,7 @@ class WrittenFiles:
 def compare_files(eager: Path, ported: Path) -> WrittenFiles:
     """Compare the images and the files of tensors in two folders, by their names."""
     found = WrittenFiles()
-    mine, other = _written(eager), _written(ported)
-    both = {name for name in mine | other if all((s / name).is_file() for s in (eager, ported))}
-    mine, other = mine | both, other | both
-    pairs = {name: name for name in sorted(both)} | _renamed(mine - both, other - both)
+    mine, other, pairs = _paired(eager, ported)
     for name, renamed in pairs.items():
         error = _difference(eager / name, ported / renamed)
         if isinstance(error, str):
@@ -49,6 +46,25 @@ def compare_files(eager: Path, ported: Path) -> WrittenFiles:
     for name, which in sorted(alone.items()):
         found.problems.append(f"{name}: written by the {which} run only")
     return found
+
+
+def renamed_files(eager: Path, ported: Path) -> list[str]:
+    """Return sentences that say which files were compared though their names differ."""
+    return [
+        f"The eager run's {name} was compared with the ported run's {renamed}: they are alike but"
+        " for a time or number in the name."
+        for name, renamed in _paired(eager, ported)[2].items()
+        if name != renamed
+    ]
+
+
+def _paired(eager: Path, ported: Path) -> tuple[set[Path], set[Path], dict[Path, Path]]:
+    """Return the files that each run wrote, and those of the ported run for the eager one's."""
+    mine, other = _written(eager), _written(ported)
+    both = {name for name in mine | other if all((s / name).is_file() for s in (eager, ported))}
+    mine, other = mine | both, other | both
+    pairs = {name: name for name in sorted(both)} | _renamed(mine - both, other - both)
+    return mine, other, pairs
 
 
 def _written(side: Path) -> set[Path]:

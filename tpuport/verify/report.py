@@ -33,6 +33,7 @@ from tpuport.verify.draws import (
     drew,
     why_not_replayed,
 )
+from tpuport.verify.files import renamed_files
 from tpuport.verify.hub import OFFLINE, why_unreachable
 from tpuport.verify.imports import packages_of
 from tpuport.verify.left_gradients import LEFT
@@ -260,7 +261,8 @@ def _compared(
         could not be told from rounding, if so.
     """
     mine, other = Recording(eager.folder), Recording(ported.folder)
-    stages, notes = [interface(mine, other, limits.numbers)], []
+    stages = [interface(mine, other, limits.numbers)]
+    notes = renamed_files(mine.files, other.files)
     kept = ported.folder / FOLDER
     rounding = Rounding(
         *(what, out, mine, other, limits, settings or {}),
