@@ -4,6 +4,9 @@ import re
 import threading
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -223,6 +226,53 @@ def test_recurrent_layers_run_in_the_lower_precision():
     with torch.autocast("cuda", dtype=BF16):
         out, (h, c) = layer(on_cuda(4, 2, 3))
     assert out.dtype == h.dtype == c.dtype == BF16
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, kind, packs):
+        super().__init__()
+        self.layer, self.packs = kind(3, 5, num_layers=2, bidirectional=True), packs
+
+    def forward(self, x):
+        """(T, 2, 3) to the outputs and the last hidden states."""
+        if self.packs:
+            x = torch.nn.utils.rnn.pack_padded_sequence(x, [len(x), len(x) - 7])
+        with torch.autocast("cuda", dtype=BF16):
+            out, last = self.layer(x)
+        out = torch.nn.utils.rnn.pad_packed_sequence(out)[0] if self.packs else out
+        return out, last[0] if isinstance(last, tuple) else last
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_is_a_loop_in_the_lower_precision(kind, packs):
+    torch.manual_seed(0)
+    net, x = Recurrent(kind, packs), torch.randn(24, 2, 3)
+    for tensor in net.parameters():
+        tag(tensor)
+    expected = net(tag(x.clone()))
+    cotangents = [torch.randn(e.shape) for e in expected]
+    sum((e.float() * c).sum() for e, c in zip(expected, cotangents, strict=True)).backward()
+    ported = tpuport.convert(net, verify=False)
+
+    def loss(params, x):
+        outs = ported.apply(params, ported.buffers, None, x)[0]
+        weighed = zip(outs, cotangents, strict=True)
+        return sum((o.astype("float32") * c.numpy()).sum() for o, c in weighed), outs
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    (_, got), gradients = jax.jit(step)(ported.params, jnp.asarray(x.numpy()))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.dtype == jnp.bfloat16
+        assert theirs.dtype == BF16
+        np.testing.assert_allclose(mine.astype("float32"), theirs.detach().float().cpu(), atol=3e-2)
+    for name, parameter in net.named_parameters():
+        assert gradients[name].dtype == jnp.float32
+        want = parameter.grad.float().cpu()
+        largest = want.abs().max().item()
+        np.testing.assert_allclose(gradients[name], want, atol=5e-2 * largest)
+    # The steps are rounds of a loop: unrolled, there are hundreds.
+    assert str(jax.make_jaxpr(loss)(ported.params, jnp.asarray(x.numpy()))).count(" tanh ") < 20
 
 
 class Double(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from jax import lax
 
 from tpuport.foundation.interop import backend
-from tpuport.tracing.core.autocast import autocast_dtype
+from tpuport.tracing.core.autocast import autocast_dtype, cuda_is_on, to_autocast
 from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.values import flat, flow_of, value_of, wrap_as
@@ -180,8 +180,12 @@ def _handler(cell: Cell) -> Handler:
     def handle(trace: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         tensors = flat(args, kwargs)
         concerned = any(traced(trace, t) is not None for t in tensors)
-        if kwargs or not concerned or autocast_dtype() or involved(args, kwargs):
+        if kwargs or not concerned or involved(args, kwargs):
             return NotImplemented
+        if (dtype := autocast_dtype()) is not None:
+            if not cuda_is_on():
+                return NotImplemented  # a CPU casts within each step
+            args = [_as_cudnn(arg, dtype) for arg in args]
         args = promotion.product(args)
         tensors = flat(tuple(args), kwargs)
         packed = isinstance(args[3], (list, tuple))
@@ -191,6 +195,13 @@ def _handler(cell: Cell) -> Handler:
         return run(trace, cell, tensors, *args)
 
     return handle
+
+
+def _as_cudnn(arg: Any, dtype: torch.dtype) -> Any:
+    """Cast the input, the states and the weights, as cuDNN's autocast does for the whole layer."""
+    if isinstance(arg, (list, tuple)):
+        return type(arg)(_as_cudnn(one, dtype) for one in arg)
+    return to_autocast(arg, dtype)
 
 
 def _states(hx: Any) -> tuple[Any, ...]:
