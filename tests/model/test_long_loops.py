@@ -108,8 +108,10 @@ class Loops(nn.Module):
 
     scanned = (
         *("last_is_the_state", "first_is_the_state", "numbers", "nothing", "nested", "parts"),
-        *("backwards", "twice", "drawn", "ends_early", "held"),
+        *("backwards", "twice", "drawn", "ends_early", "held", "stays"),
+        "stays_and_is_written",
     )
+    is_lstm = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,6 +246,51 @@ class Loops(nn.Module):
             x = x * 0.5
             box["outs"].append(x * 2)
         return box
+
+    def stays(self, x):
+        h = torch.zeros(2, 4)
+        c, outs = h, []
+        for _ in range(6):
+            if self.is_lstm:
+                h, c = c * 0.5 + x, h
+            else:
+                h = torch.tanh(h * 0.5 + self.lin.bias + x)
+            outs.append(h)
+        c.add_(1)
+        return torch.stack(outs), h, c
+
+    def stays_and_is_kept(self, x):
+        h = c = torch.zeros(2, 4)
+        outs = []
+        for _ in range(6):
+            if self.is_lstm:
+                c = h
+            h, kept = h * 0.5 + x, c
+            outs.append(h)
+        c.add_(1)
+        return torch.stack(outs), kept
+
+    def stays_and_is_appended(self, x):
+        h, c = x, torch.zeros(2, 4)
+        outs = []
+        for _ in range(6):
+            if self.is_lstm:
+                c = h
+            h = h * 0.5 + x
+            outs.append(c)
+        c.add_(1)
+        return h, outs
+
+    def stays_and_is_written(self, x):
+        h = c = torch.zeros(2, 4)
+        outs = []
+        for _ in range(6):
+            if self.is_lstm:
+                c = h
+            c.add_(1)
+            h = h * 0.5 + x + c
+            outs.append(h)
+        return torch.stack(outs), c
 
     def shared(self, x):
         outs, more, kept = [], [], [x]

@@ -309,6 +309,11 @@ class AppendedList:
             self.value.extend(pytree.unflatten(self.appended.spec, leaves))
 
     @property
+    def variables(self) -> set[int]:
+        """Return the variables that a round has appended, or that share memory with what it has."""
+        return {at for at, _ in self._same.values()}
+
+    @property
     def is_read(self) -> bool:
         """Return whether the loop carries the rows, as its rounds read them."""
         return self.appended.is_read

@@ -263,6 +263,7 @@ class _Growing:
         # The variables that may be what a round began with, and those that are one after a round.
         self.kept: set[int] = set()
         self.same: list[tuple[int, int]] = []
+        self.unchanged: set[int] = set()
         self.memory = WrittenMemory(trace, self.leaves)
         count = None if source.may_end else self.rounds
         self.containers = LoopContainers(
@@ -343,7 +344,7 @@ class _Growing:
             least = 0 if is_traced(self.over) or isinstance(self.source, CountedSource) else 1
             rounds = self.source.ran(NumberNode(ran, int, least, self.rounds))
         made = [self._after(one, values, rounds) for one in self.plan]
-        for at in self.memory.given:
+        for at in self.memory.given | self.unchanged:
             made[at] = self.leaves[at]
         self._link(made)
         containers: dict[int, Any] = self.containers.staying()
@@ -493,11 +494,10 @@ class _Growing:
                 effects.undo()
                 raise _Uncarried
             memory = self.memory.after(inside, memory, ran > 0)
-        self._refuse_shared(found, first, inside)
-
         reached = {*map(id, spec.containers.values()), *(id(v) for v, _ in watch.snapshot.saved)}
         this = Round(first, inside, found, reached, partial(self._is_next, index), self.memory)
         made = [one.arrays(items, this) for one, items in zip(self.lists, added, strict=True)]
+        self._refuse_shared(found, first, inside)
         kept_as = {at: value_of(self.leaves[at]) for at in self.memory.given}
         after = [
             kept_as[at] if at in kept_as else self._carry(leaf, one, index)
@@ -562,7 +562,10 @@ class _Growing:
         """
         begun = {leaf._storage.serial for leaf in inside if isinstance(leaf, TracedTensor)}
         known = all(isinstance(v, TracedTensor) or one.dtype is None for v, one in self._pairs())
-        others = [(at, leaf) for at, leaf in enumerate(found) if at not in self.memory.given]
+        appended = {at for one in self.lists for at in one.variables}
+        self.unchanged = self.memory.unchanged(inside, found) - appended
+        own = self.memory.given | self.unchanged
+        others = [(at, leaf) for at, leaf in enumerate(found) if at not in own]
         storages = {at: leaf._storage for at, leaf in others if isinstance(leaf, TracedTensor)}
         links = {
             at: {s.serial, *(other.serial for other, _ in self.trace.shared.of(s))}

@@ -45,6 +45,19 @@ class WrittenMemory:
         """Return the variables that a round writes to."""
         return {*self.given, *self._first}
 
+    def unchanged(self, inside: list[Any], found: list[Any]) -> set[int]:
+        """Return the host tensors that a round gives back as they are.
+
+        After the loop they are what they were before it, as `c` of `if self.is_lstm: h, c = ...`
+        where there is none, and `h` and `c` began as one tensor of zeros.
+        """
+        return {
+            at
+            for at, leaf in enumerate(self.leaves)
+            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, TracedTensor)
+            if found[at] is inside[at] and at not in self.written
+        }
+
     def _own(self, index: int, *, written: bool = False) -> Storage | None:
         """Return the storage of a variable before the loop; of a host tensor if it is traced."""
         leaf = self.leaves[index]
