@@ -109,7 +109,7 @@ class Loops(nn.Module):
     scanned = (
         *("last_is_the_state", "first_is_the_state", "numbers", "nothing", "nested", "parts"),
         *("backwards", "twice", "drawn", "ends_early", "held", "stays"),
-        "stays_and_is_written",
+        *("stays_and_is_written", "never_bound", "bound_by_the_first"),
     )
     is_lstm = False
 
@@ -247,6 +247,18 @@ class Loops(nn.Module):
             box["outs"].append(x * 2)
         return box
 
+    def shared(self, x):
+        outs, more, kept = [], [], [x]
+        for _ in range(6):
+            x = x * 0.5
+            outs.append(x)
+            more.append((x, kept))
+        return outs, more
+
+
+class Staying(Loops):
+    """Variables that rounds leave as they were, or unbound."""
+
     def stays(self, x):
         h = torch.zeros(2, 4)
         c, outs = h, []
@@ -292,24 +304,58 @@ class Loops(nn.Module):
             outs.append(h)
         return torch.stack(outs), c
 
-    def shared(self, x):
-        outs, more, kept = [], [], [x]
+    def never_bound(self, x):
+        h, outs = torch.zeros(2, 4), []
         for _ in range(6):
-            x = x * 0.5
-            outs.append(x)
-            more.append((x, kept))
-        return outs, more
+            if self.is_lstm:
+                h, c = c * 0.5 + x, h  # noqa: F821, F841
+            else:
+                h = torch.tanh(h * 0.5 + self.lin.bias + x)
+            outs.append(h)
+        return torch.stack(outs)
+
+    def bound_by_the_first(self, x):
+        h, outs = x * 1, []
+        for t in range(6):
+            if t == 0:
+                c = x * 2
+            else:
+                c = torch.tanh(c * 0.5 + h)
+            h = h * 0.5 + self.lin.bias + c
+            outs.append(h)
+        return torch.stack(outs)
 
 
-ways = [n for n, f in vars(Loops).items() if callable(f) and n not in ("__init__", "forward")]
+ways = {
+    name: function
+    for kind in (Loops, Staying)
+    for name, function in vars(kind).items()
+    if callable(function) and name not in ("__init__", "forward")
+}
 
 
 @pytest.mark.parametrize("name", ways)
 def test_lists_of_a_loop(name: str, short: None):
     class One(Loops):
-        forward = vars(Loops)[name]
+        forward = ways[name]
 
     calls = ((torch.randn(2, 4),), (torch.randn(2, 4),))
     ported = check_calls(Scenario(name, One, calls), by_tpuport)
     assert bool(rolled(ported)) is (name in Loops.scanned)
     check_gradients(Scenario(name, One, calls[:1]), by_tpuport)
+
+
+def test_a_variable_that_no_round_has_bound_is_unbound(short: None):
+    class One(Loops):
+        def forward(self, x):
+            for t in range(6):
+                if t == 9:
+                    c = x
+                x = x * 0.5 + (c if t == 5 else 1)
+            return x
+
+    ported = tpuport.convert(One(), verify=False)
+    with pytest.raises(UnboundLocalError, match="'c'"):
+        One()(torch.randn(2, 4))
+    with pytest.raises(UnboundLocalError, match="no round of the loop before it has bound"):
+        ported(torch.randn(2, 4))

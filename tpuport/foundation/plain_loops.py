@@ -4,7 +4,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 
-class Unbound:
+class _UnboundName(type):
+    """The class of what stands for a variable without a value: errors of its uses name it."""
+
+
+class Unbound(metaclass=_UnboundName):
     """What stands before a loop for a variable that each of its rounds binds: the class itself.
 
     An object of it would be a container, whose attributes are variables of the loop.
@@ -33,6 +37,22 @@ def unbound_error() -> UnboundLocalError:
     return UnboundLocalError(
         "cannot access a local variable that only the rounds of a loop bind: it had no round"
     )
+
+
+def run_round(body: Callable[..., Any], item: Any, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Run the body of a loop over items.
+
+    Raises:
+        UnboundLocalError: It reads a variable that no round before it has bound.
+    """
+    try:
+        return tuple(body(item, *operands))
+    except (TypeError, AttributeError) as error:
+        names = (_UnboundName.__name__, MaybeUnbound.__name__)
+        if begins_unbound(operands) and any(name in str(error) for name in names):
+            msg = "cannot access a local variable that no round of the loop before it has bound"
+            raise UnboundLocalError(msg) from error
+        raise
 
 
 def begins_unbound(operands: tuple[Any, ...]) -> bool:
@@ -77,7 +97,7 @@ def looped(
     """Run a loop as Python does; the arguments are those of `for_items`."""
     ended = False
     for item in items:
-        made = body(item, *operands)
+        made = run_round(body, item, operands)
         operands = made[1:] if stops else made
         if stops and made[0]:
             ended = True

@@ -189,10 +189,10 @@ def _begun(lift: Lift, after: NameSet) -> list[str]:
 
     Args:
         lift: The loop.
-        after: The names read after it.
+        after: The names that may be read though no round binds them.
 
     Raises:
-        NotFixable: a loop without a round would read one, or its later rounds alone read one.
+        NotFixable: a variable that may be unbound is none of these.
     """
     for name in lift.outputs:
         if name not in lift.bound_before and not (lift.context.is_live and name in after):
@@ -313,7 +313,8 @@ def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **opt
     if (read := given & after) and "merges" in options:
         raise NotFixable(f"{min(read)} is read after the loop")
     lift = Lift(node, [node.body], context, after=after, given=given, **options)
-    _begun(lift, frozenset() if "merges" in options else flow.after[node])
+    # Later rounds alone may read what no round binds: an LSTM's `c` where the cell is another one.
+    _begun(lift, frozenset() if "merges" in options else after)
     return lift
 
 

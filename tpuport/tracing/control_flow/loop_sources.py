@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tpuport.foundation.plain_loops import run_round
 from tpuport.tracing.control_flow.loop_items import ItemsWatch, Series
 from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
@@ -84,7 +85,7 @@ class RangeSource(_CountedByPython):
 
     def run(self, number: Any, operands: Any) -> tuple[Any, tuple[Any, ...]]:
         """Run the round with this number, which may be traced."""
-        made = tuple(self.body(number, *operands))
+        made = run_round(self.body, number, operands)
         return (made[0], made[1:]) if self.stops else (False, made)
 
     def first(self, number: int) -> Any:
