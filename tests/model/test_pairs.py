@@ -15,7 +15,7 @@ from tests.program.small import needs_libtpu
 from tpuport.tracing.patterns import rewritten
 
 FOR_TPU: Any = SimpleNamespace(
-    options=SimpleNamespace(target="tpu"),
+    options=SimpleNamespace(target="tpu", mesh=None),
     recorder=SimpleNamespace(counters=SimpleNamespace(attention=[])),
 )
 
