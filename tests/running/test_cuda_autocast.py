@@ -262,6 +262,7 @@ def test_a_recurrent_layer_is_a_loop_in_the_lower_precision(kind, packs):
 
     step = jax.value_and_grad(loss, has_aux=True)
     (_, got), gradients = jax.jit(step)(ported.params, jnp.asarray(x.numpy()))
+    # Eager PyTorch rounds each operation to the eight bits of bfloat16, the loop each step.
     for mine, theirs in zip(got, expected, strict=True):
         assert mine.dtype == jnp.bfloat16
         assert theirs.dtype == BF16

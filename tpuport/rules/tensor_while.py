@@ -313,7 +313,7 @@ def _lifted(node: ast.For, context: Context, *, end: ast.If | None = None, **opt
     if (read := given & after) and "merges" in options:
         raise NotFixable(f"{min(read)} is read after the loop")
     lift = Lift(node, [node.body], context, after=after, given=given, **options)
-    # Later rounds alone may read what no round binds: an LSTM's `c` where the cell is another one.
+    # What only later rounds read may stay unbound: `c` of `if lstm: h, c = ...` for a GRU.
     _begun(lift, frozenset() if "merges" in options else after)
     return lift
 

@@ -107,8 +107,8 @@ def apply_rotary_emb_qkv_(
         qkv: [B, L, 3, H, D], or [B, L, H + 2 * G, D] with `num_heads_q`.
         cos: The cosines by position, [L or more, R].
         sin: The sines, shaped as `cos`.
-        cos_k: Those of the keys, if they are others.
-        sin_k: Likewise.
+        cos_k: The cosines for the keys; None for `cos`.
+        sin_k: The sines for the keys; None for `sin`.
         interleaved: Pairs are neighbours (GPT-J) rather than halves (GPT-NeoX).
         seqlen_offsets: Position of the first row: a number, or [B].
         num_heads_q: H, where keys and values have other heads.

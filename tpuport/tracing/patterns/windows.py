@@ -45,11 +45,11 @@ def find_windows(program: FlatProgram, trace: Trace) -> Iterator[PatternMatch]:
     mesh = trace.options.mesh
     if mesh is None or not divides(mesh):
         return
-    has_axes = sum(size > 1 for size in mesh.devices.shape) > 1
+    several_axes = sum(size > 1 for size in mesh.devices.shape) > 1
     for eqn in program.equations:
         name, params = eqn.primitive.name, eqn.params
         if name == "conv_general_dilated":
-            if has_axes or params["feature_group_count"] > 1:
+            if several_axes or params["feature_group_count"] > 1:
                 yield PatternMatch(eqn, functools.partial(_convolution, mesh, eqn))
         elif dims := _window_dims(eqn):
             yield PatternMatch(eqn, functools.partial(_whole_windows, mesh, eqn, dims))
