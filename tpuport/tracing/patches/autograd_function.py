@@ -134,7 +134,9 @@ class _FunctionCall:
         # A traced number reaches the backward by the context alone.
         rest = (a for a in args if not isinstance(a, torch.Tensor))
         self.rest = [type(a) if isinstance(a, SYMBOLIC) else a for a in rest]
-        self.spec: Any = None
+        # For each result of forward, what it is like, and None for one that is no tensor: torch
+        # finds tensors in a tuple only, and gives backward a gradient, or None, for each result.
+        self.results: list[torch.Tensor | None] = []
         self.metas: list[torch.Tensor] = []
         self.context_spec: Any = None
         # For each saved tensor one like it, and for each traced number its type.
@@ -162,10 +164,10 @@ class _FunctionCall:
         """Return what decides the backward, besides the values of tensors."""
         metas = [
             [(m.shape, m.dtype) if isinstance(m, torch.Tensor) else m for m in some]
-            for some in (self.metas, self.saved)
+            for some in (self.results, self.saved)
         ]
-        contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
-        key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
+        context = None if self.context_spec is None else self.context_spec.key
+        key = [self.cls, self.is_tensor, self.rest, metas, context, self.saved_outputs]
         return [*key, self.bound.tensors, self.bound.numbers, self.saved_given]
 
     def run(self, args: tuple[Any, ...]) -> Any:
@@ -183,11 +185,14 @@ class _FunctionCall:
                 out = cls.forward(context, *args)
             if context.dirty and flow is Flow.STOPPED:
                 return out  # without a gradient it is the argument itself, as in eager
-            leaves, self.spec = pytree.flatten(out)
+            results = out if isinstance(out, tuple) else (out,)
+            leaves = [one for one in results if isinstance(one, torch.Tensor)]
             if any(extents_of(leaf) for leaf in leaves):
                 raise _unsized(f"an output of {cls.__name__}.forward")
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
+        metas = iter(self.metas)
+        self.results = [next(metas) if isinstance(one, torch.Tensor) else None for one in results]
         saved = self._save(context, tensors, leaves, before)
         attached = self.attach(values, self.bound.values, outs, saved)
         made: list[torch.Tensor] = []
@@ -200,7 +205,9 @@ class _FunctionCall:
                 made.append(write(leaf, value, flow=own))
             else:
                 made.append(wrap(value, meta.dtype, trace=self.trace, flow=own))
-        return pytree.unflatten(self.spec, made)
+        found = iter(made)
+        given = tuple([next(found) if isinstance(r, torch.Tensor) else r for r in results])
+        return given if isinstance(out, tuple) else given[0]
 
     def _save(
         self, context: _Context, tensors: list[Any], outs: list[Any], before: int
@@ -295,16 +302,16 @@ class _FunctionCall:
             context.__dict__.update(attributes)
             context.saved_tensors = saved_tensors
             context.needs_input_grad = self._needs(context.needs_input_grad)
-            grads = _backward(
-                self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
-            )
+            found = iter(_rewrapped(_conjugate(cotangents), self.metas, trace))
+            given = [None if one is None else next(found) for one in self.results]
+            grads = _backward(self.cls, context, given)
             grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
             picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
             pairs = zip(picked, self.tensors, strict=True)
-            given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
+            made = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
             left = zip(self.bound.take_gradients(), bound, strict=True)
-            given += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
-            return _conjugate(_spoiled(given, trace.error_code))
+            made += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
+            return _conjugate(_spoiled(made, trace.error_code))
 
     def _needs(self, seen: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return which arguments need a gradient: also those that jax alone differentiates."""
@@ -440,7 +447,7 @@ def _conjugate(gradients: Any) -> Any:
     return jax.tree.map(lambda g: g.conj() if jax.numpy.iscomplexobj(g) else g, gradients)
 
 
-def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor]) -> Any:
+def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor | None]) -> Any:
     backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
     # torch 2.11 has no such attribute: gradients are always arguments of their own there.
     boxed = getattr(cls, "boxed_grads_call", False)
