@@ -79,6 +79,10 @@ FUNCTIONS: dict[str, Case] = {
     "aux": lambda m, x: jvp(lambda y: (y @ m.weight, y * 2), (x,), (x,), has_aux=True),
     "module": lambda m, x: pushed(m.net, x),
     "twice": lambda m, x: pushed(lambda y: pushed(smooth, y)[1], x),
+    "twice of a row": lambda m, x: pushed(lambda y: pushed(smooth, y)[1], x[0]),
+    "twice of a column": lambda m, x: pushed(lambda y: pushed(smooth, y)[1], x[:, 1]),
+    "batch of a row": lambda m, x: jacfwd(jacfwd(lambda y: smooth(y) * y))(x[2]),
+    "of a constant": lambda m, x: pushed(lambda y: pushed(lambda _: m.weight, y), x)[1],
     "of weights": lambda m, x: jvp(
         lambda p: functional_call(m.net, p, (x,)),
         (params(m),),

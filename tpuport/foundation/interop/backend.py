@@ -115,6 +115,8 @@ def to_numpy_array(tensor: torch.Tensor) -> np.ndarray:
     A dtype that numpy lacks becomes the one of ml_dtypes.
     """
     tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():  # a tangent that autograd knows to be zero has no memory
+        tensor = torch.zeros(tensor.shape, dtype=tensor.dtype)
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     if tensor.dtype in _NO_NUMPY:

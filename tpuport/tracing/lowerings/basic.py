@@ -3,6 +3,7 @@
 Ops that torchax lacks, or for which its dtype or value differs from torch's.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -203,22 +204,34 @@ def is_same_size(a: torch.Tensor, b: torch.Tensor) -> bool:
 @special(aten._has_same_storage_numel.default)
 def has_same_storage_numel(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether a tangent may have the memory layout of its primal."""
-    sizes = [
-        t._storage.held.size
-        if isinstance(t, TracedTensor)
-        else t.untyped_storage().nbytes() // t.itemsize
-        for t in (a, b)
-    ]
-    return sizes[0] == sizes[1]
+    return _held(a) == _held(b)
+
+
+def _held(tensor: torch.Tensor) -> int:
+    """Return how many elements the storage of a tensor has."""
+    if isinstance(tensor, TracedTensor):
+        return tensor._storage.held.size
+    return tensor.untyped_storage().nbytes() // tensor.itemsize
 
 
 @special(aten._new_zeros_with_same_feature_meta.default)
 def zeros_with_feature(
     tangent: torch.Tensor, primal: torch.Tensor, *, self_num_batch_dims: int = 0
 ) -> torch.Tensor:
-    """Return zeros of the sizes of a primal, with the batch dims of its tangent."""
-    sizes = (*tangent.shape[:self_num_batch_dims], *primal.shape)
-    return wrap(jnp.zeros(sizes, backend.jax_dtype(tangent.dtype)), tangent.dtype, trace=current())
+    """Return zeros of the sizes of a primal, with the batch dims of its tangent.
+
+    They lie in a storage as the primal does, one storage after the other along batch dims: torch
+    compares layouts, offsets included.
+    """
+    batch, held = tangent.shape[:self_num_batch_dims], _held(primal)
+    sizes = (*batch, *primal.shape)
+    is_whole = primal.numel() == held and primal.is_contiguous()
+    shape = sizes if is_whole else (math.prod(batch) * held,)
+    zeros = wrap(jnp.zeros(shape, backend.jax_dtype(tangent.dtype)), tangent.dtype, trace=current())
+    if is_whole:
+        return zeros
+    apart = [held * math.prod(batch[i + 1 :]) for i in range(len(batch))]
+    return torch.as_strided(zeros, sizes, (*apart, *primal.stride()), primal.storage_offset())
 
 
 @special(aten.set_.source_Tensor)
