@@ -210,7 +210,7 @@ def _spec(chosen: random.Random, ndim: int, axes: list[str]) -> P:
     return P(*parts)
 
 
-def _rules(net: Net, chosen: random.Random, axes: list[str]) -> Any:
+def rules_of(net: Net, chosen: random.Random, axes: list[str]) -> Any:
     if chosen.random() < 0.4:
         return chosen.choice(PRESETS)
     state = [*net.named_parameters(), *net.named_buffers()]
@@ -264,7 +264,7 @@ def _judged(seed: int, folder: Path) -> Iterator[Found]:
     batch, length = chosen.choice((8, 4, 6)), chosen.choice((8, 16, 5))
     sizes = chosen.choice(SIZES)
     mesh: dict[str, int] = dict(zip(chosen.sample(AXES, len(sizes)), sizes, strict=True))
-    rules = _rules(net, chosen, list(mesh))
+    rules = rules_of(net, chosen, list(mesh))
     data = [
         (torch.randint(0, net.tokens, (batch, length)), torch.rand(batch) + 0.5) for _ in range(3)
     ]

@@ -25,7 +25,7 @@ from benchmarks.training_scripts import head, listed
 from tpuport.foundation.errors import ParityError, PortError, UsageError
 from tpuport.training import from_torch, make_train_step
 
-_OPTIMIZERS = listed("""
+OPTIMIZERS = listed("""
 torch.optim.SGD(groups, 0.05)
 
 torch.optim.SGD(groups, 0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
@@ -58,7 +58,7 @@ torch.optim.RMSprop(groups, 0.01, eps=0.05, momentum=0.9, centered=True, weight_
 
 torch.optim.RMSprop(groups, 0.01, alpha=0.9, eps=0.05)
 """)
-_SCHEDULES = listed("""
+SCHEDULES = listed("""
 None
 
 None
@@ -156,8 +156,8 @@ class Setting:
         chosen = random.Random(seed)
         source, _ = research_scripts.Maker(seed).program()
         loss, frozen = chosen.choice(_LOSSES), chosen.choice(_FROZEN)
-        groups, optimizer = chosen.choice(_GROUPS), chosen.choice(_OPTIMIZERS)
-        schedule = chosen.choice(_SCHEDULES)
+        groups, optimizer = chosen.choice(_GROUPS), chosen.choice(OPTIMIZERS)
+        schedule = chosen.choice(SCHEDULES)
         accumulate = chosen.choice([1, 1, 2])
         if accumulate > 1 and "weight" not in loss and "mean()" not in loss:
             accumulate = 1

@@ -26,7 +26,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd import functional as AF
 from torch.func import (
-    functional_call, functionalize, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize,
+    functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize,
     stack_module_state, vjp, vmap,
 )
 from torch.nn import functional as F
@@ -107,7 +107,6 @@ _TRANSFORMS = (
     "lambda x: jacrev({f}, chunk_size=2)(x)",
     "lambda x: hessian(lambda y: total({f}(y)))(x)",
     "lambda x: linearize({f}, x)[1](torch.ones_like(x))",
-    "lambda x: functionalize({f})(x)",
     "lambda x: vmap({f})(torch.stack([x, x * 2, -x]))",
     "lambda x: vmap({f}, in_dims=1, out_dims=-1)(torch.stack([x, x * 2], 1))",
     "lambda x: vmap({f}, chunk_size=2)(torch.stack([x, x + 1, x - 1]))",
