@@ -223,6 +223,62 @@ class Wrote(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
+class WithOthers(torch.autograd.Function):
+    """Returns what is no tensor between its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 2, None, x * 3, 4
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert len(grads) == 4
+        assert grads[1] is None
+        assert grads[3] is None
+        return grads[0] * 5 + grads[2] * 7
+
+
+class InAList(torch.autograd.Function):
+    """Returns a list, whose tensors have no gradient, beside a tensor that has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 2, [x * 3, x * 4]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, of_list: Any) -> Any:
+        assert of_list is None
+        return grad * 5
+
+
+class OnlyAList(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return [x * 3, x * 4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("no output has a gradient")
+
+
+def _beside_others(w: torch.Tensor) -> torch.Tensor:
+    first, nothing, second, number = WithOthers.apply(w)
+    assert nothing is None
+    return first * number + second
+
+
+def _with_a_list(w: torch.Tensor) -> torch.Tensor:
+    first, (second, third) = InAList.apply(w)
+    assert not second.requires_grad
+    return first * second + third
+
+
+def _from_a_list(w: torch.Tensor) -> torch.Tensor:
+    first, second = OnlyAList.apply(w)
+    assert not first.requires_grad
+    return w * first + second
+
+
 def _second_output(w: torch.Tensor) -> torch.Tensor:
     first, second = Marked.apply(w)
     assert first.requires_grad
@@ -237,6 +293,9 @@ FUNCTIONS = {
     "complex": lambda w: torch.view_as_real(Rotated.apply(torch.fft.fft(w))).sum(1),
     "needs_input_grad": lambda w: Asked.apply(w, w.detach() + 1, torch.linspace(0, 1, 3)),
     "non-differentiable output": _second_output,
+    "outputs that are no tensors": _beside_others,
+    "a list as an output": _with_a_list,
+    "a list alone": _from_a_list,
     "written input": lambda w: Wrote.apply(w * 1),
 }
 

@@ -134,7 +134,8 @@ class _FunctionCall:
         # A traced number reaches the backward by the context alone.
         rest = (a for a in args if not isinstance(a, torch.Tensor))
         self.rest = [type(a) if isinstance(a, SYMBOLIC) else a for a in rest]
-        self.spec: Any = None
+        # Whether each output is a tensor; the others have a gradient of None.
+        self.output_is_tensor: list[bool] = []
         self.metas: list[torch.Tensor] = []
         self.context_spec: Any = None
         # For each saved tensor one like it, and for each traced number its type.
@@ -164,9 +165,9 @@ class _FunctionCall:
             [(m.shape, m.dtype) if isinstance(m, torch.Tensor) else m for m in some]
             for some in (self.metas, self.saved)
         ]
-        contexts = [None if s is None else s.key for s in (self.spec, self.context_spec)]
-        key = [self.cls, self.is_tensor, self.rest, metas, contexts, self.saved_outputs]
-        return [*key, self.bound.tensors, self.bound.numbers, self.saved_given]
+        context = None if self.context_spec is None else self.context_spec.key
+        key = [self.cls, self.is_tensor, self.output_is_tensor, self.rest, metas, context]
+        return [*key, self.saved_outputs, self.bound.tensors, self.bound.numbers, self.saved_given]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward and return its outputs."""
@@ -183,7 +184,10 @@ class _FunctionCall:
                 out = cls.forward(context, *args)
             if context.dirty and flow is Flow.STOPPED:
                 return out  # without a gradient it is the argument itself, as in eager
-            leaves, self.spec = pytree.flatten(out)
+            # A list or a dict is one output, and what it holds has no gradient.
+            given = out if isinstance(out, tuple) else (out,)
+            self.output_is_tensor = [isinstance(one, torch.Tensor) for one in given]
+            leaves: list[Any] = [one for one in given if isinstance(one, torch.Tensor)]
             if any(extents_of(leaf) for leaf in leaves):
                 raise _unsized(f"an output of {cls.__name__}.forward")
             outs = [value_of(leaf) for leaf in leaves]
@@ -200,7 +204,8 @@ class _FunctionCall:
                 made.append(write(leaf, value, flow=own))
             else:
                 made.append(wrap(value, meta.dtype, trace=self.trace, flow=own))
-        return pytree.unflatten(self.spec, made)
+        results = _among(made, self.output_is_tensor, given)
+        return tuple(results) if isinstance(out, tuple) else results[0]
 
     def _save(
         self, context: _Context, tensors: list[Any], outs: list[Any], before: int
@@ -295,9 +300,9 @@ class _FunctionCall:
             context.__dict__.update(attributes)
             context.saved_tensors = saved_tensors
             context.needs_input_grad = self._needs(context.needs_input_grad)
-            grads = _backward(
-                self.cls, context, _rewrapped(_conjugate(cotangents), self.metas, trace)
-            )
+            of_tensors = _rewrapped(_conjugate(cotangents), self.metas, trace)
+            nones = [None] * len(self.output_is_tensor)
+            grads = _backward(self.cls, context, _among(of_tensors, self.output_is_tensor, nones))
             grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
             picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
             pairs = zip(picked, self.tensors, strict=True)
@@ -420,6 +425,13 @@ def _differentiates(function: Any) -> bool:
 def _memory(leaf: Any) -> float:
     """Return the serial number of a saved tensor's memory; a number has none."""
     return leaf._storage.serial if isinstance(leaf, TracedTensor) else math.inf
+
+
+def _among(tensors: list[Any], is_tensor: list[bool], others: Sequence[Any]) -> list[Any]:
+    """Return `others` with these tensors in place of those that are one."""
+    left = iter(tensors)
+    pairs = zip(is_tensor, others, strict=True)
+    return [next(left) if is_one else other for is_one, other in pairs]
 
 
 def _kind(value: Any) -> jax.ShapeDtypeStruct:
