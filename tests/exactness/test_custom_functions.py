@@ -497,6 +497,101 @@ def test_gradients_are_nan_where_a_check_in_a_backward_fails(places):
     assert np.isnan(found).all() == bool(places.any())
 
 
+def _checked(x):
+    if not torch.equal(x[:1], x[:1].abs()):
+        raise ValueError("the first element is negative")
+    return x
+
+
+class Branching(torch.autograd.Function):
+    """Its backward branches on values, in a function that checks them, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        if (x > 1).all():
+            return g * 3
+        if x.sum() > 2:
+            return g * 5 * _checked(x)
+        return _checked(g) * 7
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return Branching.apply(self.weight * x)
+
+
+def test_a_backward_may_branch_on_values():
+    values = ([2.0, 3, 4], [1.0, 2, 3], [1.0, 0, 0])
+    eager, ported = Branches(), tpuport.convert(Branches())
+
+    def total(params, x):
+        return ported.apply(params, ported.buffers, None, x)[0].sum()
+
+    gradient, wanted = jax.jit(jax.grad(total)), []
+    for x in map(torch.tensor, values):
+        eager.zero_grad()
+        eager(x).sum().backward()
+        wanted.append(eager.weight.grad.clone())
+        found = gradient(ported.params, jnp.asarray(x.numpy()))["weight"]
+        np.testing.assert_allclose(found, wanted[-1])
+    failed = gradient(ported.params, jnp.asarray([-1.0, 2, 3]))["weight"]
+    assert np.isnan(failed).all()  # where eager PyTorch raises ValueError
+    with tpuport.porting() as run:
+        model = Branches().to("cuda")
+        for x, want in zip(map(torch.tensor, values), wanted, strict=True):
+            model.zero_grad()
+            model(x.cuda()).sum().backward()
+            assert torch.equal(model.weight.grad.cpu(), want)
+    assert not run.report.descended
+
+
+class Adding(torch.autograd.Function):
+    """Its backward branches, and adds to the gradients of a layer of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(g)
+        return (x.grad if x.sum() > 0 else x.grad * 2), None
+
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return Adding.apply(self.first(x), self.layer)
+
+
+def test_a_backward_that_branches_and_adds_to_gradients_is_refused():
+    ported, x = tpuport.convert(Adds(), verify=False), jnp.ones((2, 3))
+    ported(x)
+
+    def total(params):
+        return ported.apply(params, ported.buffers, None, x)[0].sum()
+
+    with pytest.raises(PortError, match="the truth of a traced value"):
+        jax.grad(total)(ported.params)
+
+
 def test_a_backward_that_returns_too_few_gradients_is_named():
     class Few(torch.autograd.Function):
         @staticmethod

@@ -1,6 +1,7 @@
 """Custom autograd functions: their backward is the user's, not the derivative of their forward."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -15,14 +16,17 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Replacement, Shim, installed
 from tpuport.tracing.control_flow.merge import number_kind
+from tpuport.tracing.control_flow.path_explorer import explored_alone
 from tpuport.tracing.core.arguments import program_leaf
 from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS, Flow, Storage, differentiable
 from tpuport.tracing.core.sym_numbers import SYMBOLIC, exact_value, number
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
@@ -154,6 +158,8 @@ class _FunctionCall:
         self.keys: KeyStream | None = None
         self.residual_kinds: Any = None
         self._reached: list[bool] | None = None
+        # Whether the backward branches on values, and runs once for each outcome.
+        self.explores = False
         self.attach = jax.custom_vjp(lambda values, bound, outs, saved: outs)
         self.attach.defvjp(self.fwd, self.bwd, symbolic_zeros=True)
         # Whether jax differentiates with respect to each tensor.
@@ -277,7 +283,18 @@ class _FunctionCall:
             given[:] = self._pulled_back(residuals, cotangents)
             return [g for g in given if g is not None]
 
-        closed = jax.make_jaxpr(run)(residuals, cotangents)
+        try:
+            closed = jax.make_jaxpr(run)(residuals, cotangents)
+        except PortError as error:
+            if error.code != "TPU101" or not self.trace.closed:
+                raise
+            self.explores = True
+            try:
+                closed = jax.make_jaxpr(lambda *given: run(*given))(residuals, cotangents)
+            except (RestartTrace, PortError):
+                raise error from None  # it names the branch that both are about
+            finally:
+                self.explores = False
         found = iter(jaxpr_as_fun(closed)(*jax.tree.leaves((residuals, cotangents))))
         made = [None if g is None else next(found) for g in given]
         count = len(self.tensors)
@@ -302,14 +319,26 @@ class _FunctionCall:
             context.needs_input_grad = self._needs(context.needs_input_grad)
             of_tensors = _rewrapped(_conjugate(cotangents), self.metas, trace)
             nones = [None] * len(self.output_is_tensor)
-            grads = _backward(self.cls, context, _among(of_tensors, self.output_is_tensor, nones))
+            given = _among(of_tensors, self.output_is_tensor, nones)
+            grads = self._run_backward(trace, context, given)
             grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
             picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
             pairs = zip(picked, self.tensors, strict=True)
             given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
-            left = zip(self.bound.take_gradients(), bound, strict=True)
-            given += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
+            left = self.bound.take_gradients()
+            if self.explores and any(g is not None for g in left):
+                raise RestartTrace  # each path has added to them
+            pairs = zip(left, bound, strict=True)
+            given += [None if g is None else value_of(g).astype(b.dtype) for g, b in pairs]
             return _conjugate(_spoiled(given, trace.error_code))
+
+    def _run_backward(self, trace: Trace, context: _Context, grads: list[Any]) -> Any:
+        """Run the user's backward, along each path of its branches if it has to be."""
+        if not self.explores:
+            return _backward(self.cls, context, grads)
+        name = f"{self.cls.__name__}.backward"
+        run = functools.partial(_backward, self.cls, context, grads)
+        return explored_alone(trace, name, run, [context, grads])
 
     def _needs(self, seen: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return which arguments need a gradient: also those that jax alone differentiates."""
