@@ -223,6 +223,62 @@ class Wrote(torch.autograd.Function):
         return grad * ctx.saved_tensors[0]
 
 
+class WithOthers(torch.autograd.Function):
+    """Returns what is no tensor between its tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 2, None, x * 3, 4
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert len(grads) == 4
+        assert grads[1] is None
+        assert grads[3] is None
+        return grads[0] * 5 + grads[2] * 7
+
+
+class InAList(torch.autograd.Function):
+    """Returns a list, whose tensors have no gradient, beside a tensor that has one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return x * 2, [x * 3, x * 4]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, of_list: Any) -> Any:
+        assert of_list is None
+        return grad * 5
+
+
+class OnlyAList(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> Any:
+        return [x * 3, x * 4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise AssertionError("no output has a gradient")
+
+
+def _beside_others(w: torch.Tensor) -> torch.Tensor:
+    first, nothing, second, number = WithOthers.apply(w)
+    assert nothing is None
+    return first * number + second
+
+
+def _with_a_list(w: torch.Tensor) -> torch.Tensor:
+    first, (second, third) = InAList.apply(w)
+    assert not second.requires_grad
+    return first * second + third
+
+
+def _from_a_list(w: torch.Tensor) -> torch.Tensor:
+    first, second = OnlyAList.apply(w)
+    assert not first.requires_grad
+    return w * first + second
+
+
 def _second_output(w: torch.Tensor) -> torch.Tensor:
     first, second = Marked.apply(w)
     assert first.requires_grad
@@ -237,6 +293,9 @@ FUNCTIONS = {
     "complex": lambda w: torch.view_as_real(Rotated.apply(torch.fft.fft(w))).sum(1),
     "needs_input_grad": lambda w: Asked.apply(w, w.detach() + 1, torch.linspace(0, 1, 3)),
     "non-differentiable output": _second_output,
+    "outputs that are no tensors": _beside_others,
+    "a list as an output": _with_a_list,
+    "a list alone": _from_a_list,
     "written input": lambda w: Wrote.apply(w * 1),
 }
 
@@ -436,6 +495,101 @@ def test_gradients_are_nan_where_a_check_in_a_backward_fails(places):
         found = None
     assert found is not None
     assert np.isnan(found).all() == bool(places.any())
+
+
+def _checked(x):
+    if not torch.equal(x[:1], x[:1].abs()):
+        raise ValueError("the first element is negative")
+    return x
+
+
+class Branching(torch.autograd.Function):
+    """Its backward branches on values, in a function that checks them, too."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        if (x > 1).all():
+            return g * 3
+        if x.sum() > 2:
+            return g * 5 * _checked(x)
+        return _checked(g) * 7
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return Branching.apply(self.weight * x)
+
+
+def test_a_backward_may_branch_on_values():
+    values = ([2.0, 3, 4], [1.0, 2, 3], [1.0, 0, 0])
+    eager, ported = Branches(), tpuport.convert(Branches())
+
+    def total(params, x):
+        return ported.apply(params, ported.buffers, None, x)[0].sum()
+
+    gradient, wanted = jax.jit(jax.grad(total)), []
+    for x in map(torch.tensor, values):
+        eager.zero_grad()
+        eager(x).sum().backward()
+        wanted.append(eager.weight.grad.clone())
+        found = gradient(ported.params, jnp.asarray(x.numpy()))["weight"]
+        np.testing.assert_allclose(found, wanted[-1])
+    failed = gradient(ported.params, jnp.asarray([-1.0, 2, 3]))["weight"]
+    assert np.isnan(failed).all()  # where eager PyTorch raises ValueError
+    with tpuport.porting() as run:
+        model = Branches().to("cuda")
+        for x, want in zip(map(torch.tensor, values), wanted, strict=True):
+            model.zero_grad()
+            model(x.cuda()).sum().backward()
+            assert torch.equal(model.weight.grad.cpu(), want)
+    assert not run.report.descended
+
+
+class Adding(torch.autograd.Function):
+    """Its backward branches, and adds to the gradients of a layer of its own."""
+
+    @staticmethod
+    def forward(ctx, x, layer):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).backward(g)
+        return (x.grad if x.sum() > 0 else x.grad * 2), None
+
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return Adding.apply(self.first(x), self.layer)
+
+
+def test_a_backward_that_branches_and_adds_to_gradients_is_refused():
+    ported, x = tpuport.convert(Adds(), verify=False), jnp.ones((2, 3))
+    ported(x)
+
+    def total(params):
+        return ported.apply(params, ported.buffers, None, x)[0].sum()
+
+    with pytest.raises(PortError, match="the truth of a traced value"):
+        jax.grad(total)(ported.params)
 
 
 def test_a_backward_that_returns_too_few_gradients_is_named():

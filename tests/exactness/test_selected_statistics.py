@@ -240,6 +240,74 @@ def test_batch_norm_of_selected_rows(training):
         torch.testing.assert_close(tpuport.to_torch(gradient), expected, rtol=1e-3, atol=1e-4)
 
 
+class Refilled(nn.Module):
+    """Replaces entries of a table that no row is near to by some that rows are near to."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-2, 2, 8)[:, None].repeat(1, 3))
+        self.register_buffer("used", torch.zeros(8))
+
+    def forward(self, x):
+        self.used[torch.cdist(x, self.table).argmin(1)] += 1
+        unused, used = torch.where(self.used < 1)[0], torch.where(self.used >= 1)[0]
+        if unused.numel() > 0 and used.numel() > 0:
+            odds = self.used[used] / self.used[used].sum()
+            found = odds.multinomial(num_samples=unused.numel(), replacement=True)
+            self.table.data[unused] = self.table[used[found]].clone()
+        return x @ self.table.T
+
+
+def test_as_many_of_selected_rows_as_data_decides_are_drawn():
+    torch.manual_seed(0)
+    ported = tpuport.convert(Refilled(), verify="always")
+    before = tpuport.to_torch(ported.params["table"]).clone()
+    for i in range(3):
+        ported(torch.randn(4, 3, generator=torch.Generator().manual_seed(i)))
+    after = tpuport.to_torch(ported.params["table"])
+    assert not torch.equal(after, before)
+    assert all((row == before).all(1).any() for row in after)
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_draws_of_selected_weights_follow_them(replaces: bool):
+    def drawn(w):
+        odds = w[w > 0]
+        return odds, odds.multinomial(2, replaces), odds.multinomial(odds.numel(), replaces)
+
+    torch.manual_seed(2)
+    ported = tpuport.convert(drawn, verify="always")
+    counts = torch.zeros(3)
+    for _ in range(60):
+        odds, two, all_of_them = tpuport.to_torch(ported(torch.tensor([-1.0, 6, 0, -2, 2, 1])))
+        assert odds.tolist() == [6, 2, 1]
+        assert (len(two), len(all_of_them)) == (2, 3)
+        if not replaces:
+            assert sorted(all_of_them.tolist()) == [0, 1, 2]
+        counts[two[0]] += 1
+    # The first of each is drawn as its weight says: 40, 13 and 7 times of 60, within 4 deviations.
+    assert ((counts - torch.tensor([40.0, 13, 7])).abs() <= torch.tensor([15.0, 13, 10])).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "replaces", "message"),
+    [
+        ([1.0, -1, 2, -1], False, "without replacement"),
+        ([-1.0, -1, -2, -1], True, "sum of probabilities <= 0"),
+        ([1.0, 1, 2, 1], True, "n_sample <= 0"),
+    ],
+)
+def test_draws_of_selected_weights_fail_as_in_eager(values, replaces, message):
+    def drawn(w):
+        positive, negative = w[w > 0], w[w <= 0]
+        count = negative.numel() if replaces else 3
+        return positive.multinomial(count, replaces)
+
+    for function in (drawn, tpuport.convert(drawn)):
+        with pytest.raises(RuntimeError, match=message):
+            function(torch.tensor(values))
+
+
 def test_a_permutation_of_selected_rows_is_the_one_of_eager():
     def sampled(x):
         found = (x[:, 0] > 0).nonzero()[:, 0]

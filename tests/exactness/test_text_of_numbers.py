@@ -60,6 +60,38 @@ def test_text_of_a_count_means_what_it_means_in_eager(kind):
     assert set(net.kept) == set(ported.module.kept)
 
 
+class ShowsFormats(nn.Module):
+    """Shows numbers of the program in formats, and raises with one."""
+
+    def forward(self, x):
+        total, count = x.sum().item(), int((x > 0).sum())
+        sys.stderr.write(f"{total:.2f} {count:3d} {total:>8} {count > 1!s:>5}")
+        sys.stderr.write("{:.1e} of {:d}".format(total, count))  # noqa: UP032 - the other way
+        if total > 100:
+            raise ValueError(f"too large: {total:.1e}")
+        return x * count
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_formats_of_numbers_are_shown(scale: float):
+    eager, ported = ShowsFormats(), tpuport.convert(ShowsFormats())
+    for x in (torch.tensor([1.0, -2, 4]), torch.tensor([3.0, 2, 4])):
+        torch.testing.assert_close(tpuport.to_torch(ported(x * scale)), eager(x * scale))
+    with pytest.raises(ValueError, match="too large"):
+        ported(torch.full((3,), 50.0))
+
+
+class OfFormats(Counts):
+    def used(self, x):
+        return x * 2 if f"n{self.steps % 2:02d}" == "n01" else x
+
+
+def test_a_format_that_is_compared_has_the_number():
+    eager, ported = OfFormats(), tpuport.convert(OfFormats())
+    for _ in range(5):
+        torch.testing.assert_close(tpuport.to_torch(ported(torch.ones(2))), eager(torch.ones(2)))
+
+
 class Keeps(nn.Module):
     def __init__(self, part):
         super().__init__()

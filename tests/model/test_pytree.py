@@ -238,6 +238,42 @@ CHANGES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 }
 
 
+class Unnamed:
+    """A key that cannot be printed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __hash__(self) -> int:
+        return self.number
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Unnamed) and other.number == self.number
+
+    def __str__(self) -> str:
+        raise AttributeError("no text")
+
+
+class ByKeys(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = {Unnamed(i): torch.full((2,), float(i)) for i in range(3)}
+        self.pairs = {(Unnamed(0), "b"): 2.0, 7: 3.0}
+
+    def forward(self, x: torch.Tensor) -> dict[Any, torch.Tensor]:
+        self.table[Unnamed(1)] = self.table[Unnamed(1)] + x
+        return {Unnamed(4): self.table[Unnamed(1)] * self.pairs[Unnamed(0), "b"], 7: x}
+
+
+def test_no_text_of_a_key_is_made():
+    eager, ported = ByKeys(), tpuport.convert(ByKeys())
+    for i in range(2):
+        x = torch.full((2,), float(i))
+        ours, theirs = tpuport.to_torch(ported(x)), eager(x)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_snapshot_restores_and_applies_a_change(name: str):
     value, change = CHANGES[name]

@@ -1,5 +1,6 @@
 """Operators and tensors that packages make by lower parts of torch, as `torch.library`."""
 
+import jax
 import pytest
 import torch
 from torch import nn
@@ -36,6 +37,67 @@ def _(x, y):
 both.register_autograd(lambda ctx, g, h: (g * 7, g * 7))
 
 
+def keep(ctx, inputs, keyword_only_inputs, output):
+    ctx.save_for_backward(*inputs, output[1])
+    ctx.times = keyword_only_inputs["times"]
+
+
+def pulled_back(ctx, g, h):
+    x, y, summed = ctx.saved_tensors
+    assert ctx.needs_input_grad == (True, True)
+    return g * y * ctx.times * 2 + h, g * x + h * summed
+
+
+@torch.library.custom_op("tpuport_tests::product", mutates_args=())
+def product(
+    x: torch.Tensor, y: torch.Tensor, *, times: int = 3
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return x * y * times, (x + y).sum(0)
+
+
+@product.register_fake
+def _(x, y, *, times=3):
+    return torch.empty_like(x), x.new_empty(x.shape[1:])
+
+
+product.register_autograd(pulled_back, setup_context=keep)
+
+
+@torch.library.custom_op("tpuport_tests::joined", mutates_args=())
+def joined(tensors: list[torch.Tensor], scale: float) -> torch.Tensor:
+    return torch.cat(tensors) * scale
+
+
+@joined.register_fake
+def _(tensors, scale):
+    return torch.cat(tensors)
+
+
+def keep_lengths(ctx, inputs, output):
+    ctx.lengths = [len(one) for one in inputs[0]]
+
+
+joined.register_autograd(
+    lambda ctx, g: ([5 * one for one in g.split(ctx.lengths)], None), setup_context=keep_lengths
+)
+
+
+def keep_slope(ctx, inputs, output):
+    ctx.slope = inputs[1]
+
+
+LIBRARY.define("turned(Tensor x, float slope=2.0) -> Tensor")
+torch.library.impl(LIBRARY, "turned", "CompositeExplicitAutograd")(
+    lambda x, slope=2.0: torch.ops.aten.alias(x)
+)
+torch.library.register_autograd(
+    "tpuport_tests::turned",
+    lambda ctx, g: (-ctx.slope * g, None),
+    setup_context=keep_slope,
+    lib=LIBRARY,
+)
+
+
 class Uses(nn.Module):
     def __init__(self):
         super().__init__()
@@ -50,7 +112,17 @@ class Uses(nn.Module):
 
 class Differentiates(Uses):
     def forward(self, x):
-        return both(self.layer(x), x)[0]
+        return torch.ops.tpuport_tests.bent(self.layer(x))
+
+
+class Registered(Uses):
+    """Gradients go through each operator whose backward is registered."""
+
+    def forward(self, x):
+        h = self.layer(x)
+        first = both(h, x)[0] + torch.ops.tpuport_tests.turned(h)
+        second, summed = product(first, torch.ops.tpuport_tests.turned(h, 0.5), times=4)
+        return joined([first, second * summed], 0.3)
 
 
 class Compiled(Uses):
@@ -89,12 +161,27 @@ def test_they_may_move_what_they_make_to_the_device_of_their_argument():
         torch.testing.assert_close(trained(Moves, "cuda"), expected)
 
 
-def test_gradients_through_them_are_refused_and_right_by_parts():
-    with pytest.raises(PortError, match="TPU403 a gradient goes through tpuport_tests::both"):
+def test_gradients_are_those_of_the_backward_that_is_registered():
+    expected = trained(Registered, "cpu")
+    torch.manual_seed(0)
+    net, x = Registered(), torch.randn(2, 3)
+    ported = tpuport.convert(net)
+    torch.testing.assert_close(tpuport.to_torch(ported(x)), expected[0])
+
+    def summed(params):
+        return ported.apply(params, ported.buffers, None, x)[0].sum()
+
+    found = jax.jit(jax.grad(summed))(ported.params)
+    gradients = [tpuport.to_torch(found[name]) for name, _ in net.named_parameters()]
+    torch.testing.assert_close(gradients, expected[1:])
+    with tpuport.porting() as run:
+        torch.testing.assert_close(trained(Registered, "cuda"), expected)
+    assert not run.report.descended
+
+
+def test_gradients_without_a_registered_backward_are_refused():
+    with pytest.raises(PortError, match="TPU403 a gradient goes through tpuport_tests::bent"):
         tpuport.convert(Differentiates())(torch.randn(2, 3))
-    expected = trained(Differentiates, "cpu")
-    with tpuport.porting(), pytest.warns(match="a gradient goes through"):
-        torch.testing.assert_close(trained(Differentiates, "cuda"), expected)
 
 
 def test_operators_without_code_in_python_are_refused():

@@ -85,10 +85,8 @@ class Children(NamedTuple):
     def steps(self) -> list[str]:
         """Return how code reaches each of the parts: `[0]`, `.logits`."""
         if self.keys is not None:
-            names = [f".{k}" if isinstance(k, str) else f"[{k}]" for k in self.keys]
-            for i in self.known_by_identity:
-                names[i] = f"[key {i}]"
-            return names
+            identified = set(self.known_by_identity)
+            return [_step(k, i, i not in identified) for i, k in enumerate(self.keys)]
         if issubclass(self.kind, torch.Tensor):
             return [""]
         if issubclass(self.kind, (set, frozenset)):
@@ -111,6 +109,22 @@ class Children(NamedTuple):
         """Return whether both have the same objects in the same places."""
         ours, theirs = ([*(c.keys or ()), *c.held, *c.all] for c in (self, other))
         return len(ours) == len(theirs) and all(map(operator.is_, ours, theirs))
+
+
+def _step(key: Any, index: int, equal: bool) -> str:
+    """Return how code reaches the value of a key; `equal` says that equal keys stand for it."""
+    if isinstance(key, str):
+        return f".{key}"
+    return f"[{key}]" if equal and _has_plain_text(key) else f"[key {index}]"
+
+
+def _has_plain_text(key: Any) -> bool:
+    """Return whether no code of the user's makes the text of a key: it may raise, or do more."""
+    if type(key) in (tuple, frozenset):
+        return all(map(_has_plain_text, key))
+    made = (getattr(type(key), name) for name in ("__str__", "__repr__", "__format__"))
+    is_written = any(isinstance(one, types.FunctionType) for one in made)
+    return not is_written or isinstance(key, (enum.Enum, type))
 
 
 def children(value: Any) -> Children:

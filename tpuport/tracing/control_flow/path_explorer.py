@@ -88,6 +88,8 @@ class Explorer:
 
     def __init__(self, trace: Trace, plan: SpeculationLog) -> None:
         self.trace, self.plan = trace, plan
+        # Whether what runs was called by jax, when the trace of the user's call had ended.
+        self.alone = isinstance(plan, _Alone)
         self.calls: list[str] = ["<function>"]
         self.units: list[Unit] = []
         # The number of units that began outside the jax primitive whose body is running. A tracer
@@ -269,6 +271,23 @@ class Explorer:
             place=site,
             remedy="move the `try` into that part, or choose by a condition with torch.where",
         )
+
+
+class _Alone(SpeculationLog):
+    """What is known of code that no later attempt runs again: its lines stay as they are."""
+
+    def ask_for_rewrite(self, *args: Any, **kwargs: Any) -> None:
+        """Explore the branch instead."""
+
+
+def explored_alone(trace: Trace, name: str, thunk: Callable[[], Any], roots: list[Any]) -> Any:
+    """Run code once for each outcome of its branches, in a trace that has no explorer.
+
+    Raises:
+        RestartTrace: something has to be known before its first line runs.
+    """
+    trace.explorer = Explorer(trace, _Alone(explore={name}))
+    return trace.explorer.run_module(name, thunk, roots)
 
 
 def _too_many_paths(unit: Unit) -> PortError:

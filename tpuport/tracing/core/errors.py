@@ -58,7 +58,9 @@ def inside_try(error: BaseException) -> str | None:
     """
     frame: FrameType | None = sys._getframe(1)
     # jax runs a backward when the trace has ended: what calls jax has no part in it.
-    ends = (TRACER,) if getattr(innermost(), "explorer", None) else (TRACER, _FUNCTIONS)
+    explorer = getattr(innermost(), "explorer", None)
+    is_own = explorer is not None and not explorer.alone
+    ends = (TRACER,) if is_own else (TRACER, _FUNCTIONS)
     while frame is not None and frame.f_code.co_filename not in ends:
         # Functions without a table of exceptions have no `try`.
         if frame.f_code.co_exceptiontable:

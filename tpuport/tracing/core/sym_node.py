@@ -283,6 +283,10 @@ class NumberNode:
 
     __str__ = __repr__ = str
 
+    def format(self, spec: builtins.str) -> builtins.str:
+        """Return what a formatted string shows of the number."""
+        return format(self._known_value(), spec) if text_is_looked_at() else self.str()
+
     def _known_value(self) -> Any:
         """Return the number, whose value Python needs."""
         guards = {bool: self.guard_bool, int: self.guard_int, float: self.guard_float}

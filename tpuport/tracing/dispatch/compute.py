@@ -301,8 +301,8 @@ def _not_lowered(func: Any, cause: Exception | None) -> PortError:
 def _kernel_of_users(func: Any) -> Callable[..., Any] | None:
     """Return what runs an operator as a package has written it in Python (`torch.library`).
 
-    None for an operator of torch, or one in C++. Gradients are refused: what it registers for
-    autograd, if anything, is not seen here.
+    None for an operator of torch, or one in C++. Gradients are refused: where a backward is
+    registered, this runs as the forward of a custom function, without them.
     """
     namespace, _, name = func.name().partition("::")
     if namespace in _OF_TORCH:
@@ -313,10 +313,11 @@ def _kernel_of_users(func: Any) -> Callable[..., Any] | None:
         flows = torch.is_grad_enabled() and any(t.requires_grad for t in flat(args, kwargs))
         if flows:
             raise port_error(
-                f"a gradient goes through {func.name()}, an operator that is made by torch.library",
+                f"a gradient goes through {func.name()}, an operator that is made by torch.library"
+                " without a backward",
                 code="TPU403",
-                remedy="make it a torch.autograd.Function; in code that is not yours, leave the"
-                " class to eager PyTorch: tpuport run --eager NAME",
+                remedy="register one with torch.library.register_autograd; in code that is not"
+                " yours, leave the class to eager PyTorch: tpuport run --eager NAME",
             )
         return func._op_dk(kernel, *args, **kwargs)
 

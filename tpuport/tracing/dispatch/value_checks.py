@@ -24,7 +24,7 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.lowering_registry import special
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.core.values import held_of, value_of
-from tpuport.tracing.dynamic_shapes.extents import extents_of, real_elements, strip
+from tpuport.tracing.dynamic_shapes.extents import extents_of, filled, real_elements, strip
 from tpuport.tracing.dynamic_shapes.handlers import tensors_of
 
 
@@ -316,7 +316,8 @@ def _binary_cross_entropy(given: dict[str, Any]) -> Iterator[Failure]:
 
 @_rule("multinomial")
 def _multinomial(given: dict[str, Any]) -> Iterator[Failure]:
-    weights = given["self"]
+    # The padding of a row, which is arbitrary, is no part of its sum.
+    weights = filled(given["self"], 0)
     message = "probability tensor contains either `inf`, `nan` or element < 0"
     yield Failure(weights, lambda v: ~((v >= 0) & (v < math.inf)), RuntimeError(message))
     message = "invalid multinomial distribution (sum of probabilities <= 0)"

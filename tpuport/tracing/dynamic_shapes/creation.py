@@ -16,6 +16,7 @@ from tpuport.tracing.dynamic_shapes.extents import (
     attach,
     bound_of,
     extents_of,
+    filled,
     isolating,
     natural,
     node_of,
@@ -99,6 +100,33 @@ def _randperm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     made = attach(order[torch.sort(beyond, stable=True).indices], {0: node})
     made._bounds = (0, max(bound - 1, 0))
     return made
+
+
+@handles("multinomial")
+def _multinomial(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Draw rows that data selects, or as many as data decides."""
+    weights, count = args[:2]
+    extents, last = extents_of(weights), weights.dim() - 1
+    if not extents and not isinstance(count, torch.SymInt):
+        return NotImplemented
+    replaces = args[2] if len(args) > 2 else kwargs.get("replacement", False)
+    if set(extents) - {last} or (extents and last and not replaces):
+        raise refuse(func, " in a matrix")
+    node, real = node_of(count), extents.get(last, node_of(bound_of(weights, last)))
+    raise_if(node.value <= 0, RuntimeError("cannot sample n_sample <= 0 samples"))
+    high = node.high
+    if not replaces:
+        message = "cannot sample n_sample > prob_dist.size(-1) samples without replacement"
+        raise_if(node.value > real.value, RuntimeError(message))
+        high = min(high, bound_of(weights, last))
+    if high == math.inf:
+        raise refuse(func, " without an upper bound")
+    # Padding has no weight, so it is drawn last if at all: beyond the samples that are real.
+    made = run(func, (filled(weights, 0), max(int(high), 1), *args[2:]), kwargs)
+    if node.low == node.high:
+        return made
+    count = NumberNode(node.value, int, max(node.low, 0), max(int(high), 1), node.expr)
+    return attach(made, {last: count})
 
 
 @handles("expand")

@@ -3,6 +3,7 @@
 torchax's own draw from a global key, which jit freezes.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -216,12 +217,16 @@ def sample_dirichlet(alpha, *, key) -> jax.Array:
 
 @lowering(aten.multinomial.default, reason=_FROZEN)
 def multinomial(p, num_samples, replacement=False, *, key) -> jax.Array:
-    logits = jnp.log(p)
     if replacement:
-        draws = jax.random.categorical(key, logits, axis=-1, shape=(num_samples, *p.shape[:-1]))
-        return jnp.moveaxis(draws, 0, -1)
+        # One number a sample, whatever the number of weights: padded rows draw what their real
+        # elements would.
+        sums = jnp.cumsum(p.astype(_compute(p.dtype)), axis=-1)
+        drawn = jax.random.uniform(key, (num_samples, *p.shape[:-1]), sums.dtype)
+        reached = jnp.moveaxis(drawn, 0, -1) * sums[..., -1:]
+        find = functools.partial(jnp.searchsorted, side="right")
+        return jnp.vectorize(find, signature="(n),(k)->(k)")(sums, reached)
     # Gumbel top-k draws without replacement.
-    scores = logits + jax.random.gumbel(key, p.shape)
+    scores = jnp.log(p) + jax.random.gumbel(key, p.shape)
     return jax.lax.top_k(scores, num_samples)[1]
 
 

@@ -1,6 +1,7 @@
 """Custom autograd functions: their backward is the user's, not the derivative of their forward."""
 
 import contextlib
+import functools
 import inspect
 import itertools
 import math
@@ -15,14 +16,17 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from tpuport.foundation import pytree
+from tpuport.foundation.errors import PortError
 from tpuport.foundation.interop import backend
 from tpuport.foundation.patching.shim import Replacement, Shim, installed
 from tpuport.tracing.control_flow.merge import number_kind
+from tpuport.tracing.control_flow.path_explorer import explored_alone
 from tpuport.tracing.core.arguments import program_leaf
 from tpuport.tracing.core.autocast import OFF, autocast_as
 from tpuport.tracing.core.bound_tensors import BoundTensors
 from tpuport.tracing.core.context import KeyStream, Trace, TraceOptions, current
 from tpuport.tracing.core.errors import port_error
+from tpuport.tracing.core.speculation import RestartTrace
 from tpuport.tracing.core.storage import SERIALS, Flow, Storage, differentiable
 from tpuport.tracing.core.sym_numbers import SYMBOLIC, exact_value, number
 from tpuport.tracing.core.tensor import TracedTensor, meta_of, wrap
@@ -134,9 +138,8 @@ class _FunctionCall:
         # A traced number reaches the backward by the context alone.
         rest = (a for a in args if not isinstance(a, torch.Tensor))
         self.rest = [type(a) if isinstance(a, SYMBOLIC) else a for a in rest]
-        # For each result of forward, what it is like, and None for one that is no tensor: torch
-        # finds tensors in a tuple only, and gives backward a gradient, or None, for each result.
-        self.results: list[torch.Tensor | None] = []
+        # Whether each output is a tensor; the others have a gradient of None.
+        self.output_is_tensor: list[bool] = []
         self.metas: list[torch.Tensor] = []
         self.context_spec: Any = None
         # For each saved tensor one like it, and for each traced number its type.
@@ -155,6 +158,8 @@ class _FunctionCall:
         self.keys: KeyStream | None = None
         self.residual_kinds: Any = None
         self._reached: list[bool] | None = None
+        # Whether the backward branches on values, and runs once for each outcome.
+        self.explores = False
         self.attach = jax.custom_vjp(lambda values, bound, outs, saved: outs)
         self.attach.defvjp(self.fwd, self.bwd, symbolic_zeros=True)
         # Whether jax differentiates with respect to each tensor.
@@ -164,11 +169,11 @@ class _FunctionCall:
         """Return what decides the backward, besides the values of tensors."""
         metas = [
             [(m.shape, m.dtype) if isinstance(m, torch.Tensor) else m for m in some]
-            for some in (self.results, self.saved)
+            for some in (self.metas, self.saved)
         ]
         context = None if self.context_spec is None else self.context_spec.key
-        key = [self.cls, self.is_tensor, self.rest, metas, context, self.saved_outputs]
-        return [*key, self.bound.tensors, self.bound.numbers, self.saved_given]
+        key = [self.cls, self.is_tensor, self.output_is_tensor, self.rest, metas, context]
+        return [*key, self.saved_outputs, self.bound.tensors, self.bound.numbers, self.saved_given]
 
     def run(self, args: tuple[Any, ...]) -> Any:
         """Run the forward and return its outputs."""
@@ -185,14 +190,14 @@ class _FunctionCall:
                 out = cls.forward(context, *args)
             if context.dirty and flow is Flow.STOPPED:
                 return out  # without a gradient it is the argument itself, as in eager
-            results = out if isinstance(out, tuple) else (out,)
-            leaves = [one for one in results if isinstance(one, torch.Tensor)]
+            # A list or a dict is one output, and what it holds has no gradient.
+            given = out if isinstance(out, tuple) else (out,)
+            self.output_is_tensor = [isinstance(one, torch.Tensor) for one in given]
+            leaves: list[Any] = [one for one in given if isinstance(one, torch.Tensor)]
             if any(extents_of(leaf) for leaf in leaves):
                 raise _unsized(f"an output of {cls.__name__}.forward")
             outs = [value_of(leaf) for leaf in leaves]
         self.metas = [meta_of(leaf) for leaf in leaves]
-        metas = iter(self.metas)
-        self.results = [next(metas) if isinstance(one, torch.Tensor) else None for one in results]
         saved = self._save(context, tensors, leaves, before)
         attached = self.attach(values, self.bound.values, outs, saved)
         made: list[torch.Tensor] = []
@@ -205,9 +210,8 @@ class _FunctionCall:
                 made.append(write(leaf, value, flow=own))
             else:
                 made.append(wrap(value, meta.dtype, trace=self.trace, flow=own))
-        found = iter(made)
-        given = tuple([next(found) if isinstance(r, torch.Tensor) else r for r in results])
-        return given if isinstance(out, tuple) else given[0]
+        results = _among(made, self.output_is_tensor, given)
+        return tuple(results) if isinstance(out, tuple) else results[0]
 
     def _save(
         self, context: _Context, tensors: list[Any], outs: list[Any], before: int
@@ -279,7 +283,18 @@ class _FunctionCall:
             given[:] = self._pulled_back(residuals, cotangents)
             return [g for g in given if g is not None]
 
-        closed = jax.make_jaxpr(run)(residuals, cotangents)
+        try:
+            closed = jax.make_jaxpr(run)(residuals, cotangents)
+        except PortError as error:
+            if error.code != "TPU101" or not self.trace.closed:
+                raise
+            self.explores = True
+            try:
+                closed = jax.make_jaxpr(lambda *given: run(*given))(residuals, cotangents)
+            except (RestartTrace, PortError):
+                raise error from None  # it names the branch that both are about
+            finally:
+                self.explores = False
         found = iter(jaxpr_as_fun(closed)(*jax.tree.leaves((residuals, cotangents))))
         made = [None if g is None else next(found) for g in given]
         count = len(self.tensors)
@@ -302,16 +317,28 @@ class _FunctionCall:
             context.__dict__.update(attributes)
             context.saved_tensors = saved_tensors
             context.needs_input_grad = self._needs(context.needs_input_grad)
-            found = iter(_rewrapped(_conjugate(cotangents), self.metas, trace))
-            given = [None if one is None else next(found) for one in self.results]
-            grads = _backward(self.cls, context, given)
+            of_tensors = _rewrapped(_conjugate(cotangents), self.metas, trace)
+            nones = [None] * len(self.output_is_tensor)
+            given = _among(of_tensors, self.output_is_tensor, nones)
+            grads = self._run_backward(trace, context, given)
             grads = self._checked(grads if isinstance(grads, tuple) else (grads,))
             picked = [(i, g) for i, g in enumerate(grads) if self.is_tensor[i]]
             pairs = zip(picked, self.tensors, strict=True)
-            made = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
-            left = zip(self.bound.take_gradients(), bound, strict=True)
-            made += [None if g is None else value_of(g).astype(b.dtype) for g, b in left]
-            return _conjugate(_spoiled(made, trace.error_code))
+            given = [self._cotangent(i, g, meta) for (i, g), meta in pairs]
+            left = self.bound.take_gradients()
+            if self.explores and any(g is not None for g in left):
+                raise RestartTrace  # each path has added to them
+            pairs = zip(left, bound, strict=True)
+            given += [None if g is None else value_of(g).astype(b.dtype) for g, b in pairs]
+            return _conjugate(_spoiled(given, trace.error_code))
+
+    def _run_backward(self, trace: Trace, context: _Context, grads: list[Any]) -> Any:
+        """Run the user's backward, along each path of its branches if it has to be."""
+        if not self.explores:
+            return _backward(self.cls, context, grads)
+        name = f"{self.cls.__name__}.backward"
+        run = functools.partial(_backward, self.cls, context, grads)
+        return explored_alone(trace, name, run, [context, grads])
 
     def _needs(self, seen: tuple[bool, ...]) -> tuple[bool, ...]:
         """Return which arguments need a gradient: also those that jax alone differentiates."""
@@ -429,6 +456,13 @@ def _memory(leaf: Any) -> float:
     return leaf._storage.serial if isinstance(leaf, TracedTensor) else math.inf
 
 
+def _among(tensors: list[Any], is_tensor: list[bool], others: Sequence[Any]) -> list[Any]:
+    """Return `others` with these tensors in place of those that are one."""
+    left = iter(tensors)
+    pairs = zip(is_tensor, others, strict=True)
+    return [next(left) if is_one else other for is_one, other in pairs]
+
+
 def _kind(value: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(value.shape, value.dtype)
 
@@ -447,7 +481,7 @@ def _conjugate(gradients: Any) -> Any:
     return jax.tree.map(lambda g: g.conj() if jax.numpy.iscomplexobj(g) else g, gradients)
 
 
-def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor | None]) -> Any:
+def _backward(cls: Any, context: _Context, grads: Sequence[torch.Tensor]) -> Any:
     backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
     # torch 2.11 has no such attribute: gradients are always arguments of their own there.
     boxed = getattr(cls, "boxed_grads_call", False)

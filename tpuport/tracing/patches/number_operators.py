@@ -14,10 +14,13 @@ Operator = Callable[..., Any]
 
 
 class NumberOperators(Shim):
-    """`/`, `//`, `**`, `divmod` and `round` of numbers that depend on the program's inputs."""
+    """`/`, `//`, `**`, `divmod`, `round` and formats of numbers that depend on the inputs."""
 
     TARGET = "torch.SymFloat"
-    REASON = "torch has no divmod, rounds quotients, and refuses a power of a negative number"
+    REASON = (
+        "torch has no divmod, rounds quotients, and refuses a power of a negative number and"
+        " formats like `:.2f`"
+    )
 
     def replacements(self) -> list[Replacement]:
         return [
@@ -25,6 +28,9 @@ class NumberOperators(Shim):
             for kind in (torch.SymInt, torch.SymFloat)
             for name, operator in _OPERATORS.items()
             if name != "__round__" or kind is torch.SymInt
+        ] + [
+            Replacement(kind, "__format__", _traced(kind.__format__, _formatted))
+            for kind in sym_numbers.SYMBOLIC
         ]
 
 
@@ -91,6 +97,10 @@ def _quotient(a: Any, b: Any) -> Any:
 
 def _round(number: Any, digits: Any = None) -> Any:
     return sym_numbers.from_node(number.node.round(digits))
+
+
+def _formatted(number: Any, spec: str) -> str:
+    return number.node.format(spec)
 
 
 def _reflected(operator: Operator) -> Operator:
