@@ -114,18 +114,6 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
     def train(self: Any, mode: bool = True) -> Any:
         return nn.Module.train(self, mode)
 
-    def __getstate__(self: Any) -> dict[str, Any]:
-        return dict(vars(self)) if "_only_process" in vars(self) else original.__getstate__(self)
-
-    def __setstate__(self: Any, state: dict[str, Any]) -> None:
-        if "_only_process" not in state:
-            original.__setstate__(self, state)
-            return
-        nn.Module.__setstate__(self, state)
-        if "_synced_buffers" in state:
-            # Hooks of parameters are not copied with them.
-            _average_gradients(self)
-
     def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
         """Do nothing: there is nothing to communicate."""
         del self, args, kwargs
@@ -138,8 +126,23 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
     names = dict.fromkeys((*hooks, "_register_fused_optim"), nothing)
     ours = {"__init__": init, "__call__": call, "no_sync": no_sync, "train": train}
     ours["_get_ddp_logging_data"] = no_data
-    ours |= {"__getstate__": __getstate__, "__setstate__": __setstate__}
-    return {**attributes, **names, **ours}
+    return {**attributes, **names, **ours, **_copies(original)}
+
+
+def _copies(original: Any) -> dict[str, Any]:
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return dict(vars(self)) if "_only_process" in vars(self) else original.__getstate__(self)
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        if "_only_process" not in state:
+            original.__setstate__(self, state)
+            return
+        nn.Module.__setstate__(self, state)
+        if "_synced_buffers" in state:
+            # Hooks of parameters are not copied with them.
+            _average_gradients(self)
+
+    return {"__getstate__": __getstate__, "__setstate__": __setstate__}
 
 
 _DDP = "DistributedDataParallel"
