@@ -1,5 +1,6 @@
 """Collectives with gradients, and modules that are wrapped to be parallel, of one process."""
 
+import copy
 import sys
 import warnings
 from typing import Any
@@ -177,6 +178,36 @@ def test_a_class_derived_from_ddp():
     model = small().eval()
     inputs = torch.randn(5, 3)
     assert torch.equal(Own(model)(inputs), model(inputs))
+
+
+def test_a_copy_of_ddp_is_a_model_of_its_own(monkeypatch):
+    """An average of weights is kept in a copy of the wrapper, as timm's `ModelEma` does."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    x = torch.randn(5, 3)
+
+    def trained(wrap: Any, device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(small().to(device))
+        average = copy.deepcopy(model).eval()
+        assert type(average) is type(model)
+        assert average.state_dict().keys() == model.state_dict().keys()
+        optimizer, outputs = torch.optim.SGD(model.parameters(), 0.1), []
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x.to(device)).square().sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for held, value in zip(average.parameters(), model.parameters(), strict=True):
+                    held.mul_(0.9).add_(value, alpha=0.1)
+            outputs += [average(x.to(device)), copy.deepcopy(average)(x.to(device))]
+        return [output.detach().cpu() for output in [*outputs, *average.parameters()]]
+
+    want = trained(nn.Sequential, "cpu")
+    with tpuport.porting():
+        dist.init_process_group("nccl")
+        got = trained(nn.parallel.DistributedDataParallel, "cuda")
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.usefixtures("single")

@@ -331,3 +331,45 @@ def test_nothing_is_traced_outside_a_step():
             here(image)
     """)
     assert set(found.values()) == {"unknown"}
+
+
+def test_fields_of_an_argument_that_is_a_record_of_tensors():
+    found = asked("""
+        from dataclasses import dataclass
+
+        @dataclass
+        class Times:
+            end: torch.LongTensor
+
+        @dataclass
+        class Batch(Times):
+            obs: Tensor
+            names: list[str]
+            count: int
+
+            def first(self):
+                return self.obs[0]
+
+        @dataclass
+        class Settings:
+            width: int
+
+        class Model(nn.Module):
+            def forward(self, batch: Batch, other: "Batch", settings: Settings):
+                here(batch.obs)
+                here(batch.end.bool().any())
+                here(other.first().sum())
+                here(batch.count)
+                here(settings.width)
+
+        def show(batch: Batch):
+            here(batch.obs.sum())
+    """)
+    assert found == {
+        "batch.obs": "traced",
+        "batch.end.bool().any()": "mask",
+        "other.first().sum()": "traced",
+        "batch.count": "host",
+        "settings.width": "unknown",
+        "batch.obs.sum()": "unknown",
+    }

@@ -365,3 +365,29 @@ def test_what_a_test_asks_after_float16_is_not_asked_on_a_tpu(test: str, expecte
         f"{HEAD}def forward(x: Tensor):\n    if {test}:\n        x = x.clamp(0)\n    return x\n"
     )
     assert [finding.code for finding in find(source)] == expected
+
+
+def test_a_function_that_looks_at_files_is_for_the_host_unless_a_step_calls_it():
+    source = """
+        import glob
+        import os
+        import numpy as np
+
+        def structure(item, params):
+            if not os.path.isfile(item):
+                return None
+            found = torch.load(item)
+            return torch.einsum("bij,raj->brai", found["u"], found["x"])
+
+        def clouds(folder):
+            return [torch.from_numpy(np.load(each)).float() for each in glob.glob(folder)]
+
+        def turned(u, x):
+            return torch.einsum("bij,raj->brai", u, x)
+    """
+    assert roles(source) == {"structure": "host", "clouds": "host", "turned": "step"}
+    step = """
+        def forward(x: Tensor):
+            return structure(x, 1)
+    """
+    assert roles(source + step)["structure"] == "step"

@@ -1,6 +1,7 @@
 """TPU419: gradients asked of PyTorch's autograd."""
 
 import ast
+import re
 
 from tpuport.rules._rule import Example, Rule
 from tpuport.source.rewrite.finding import Safety, Severity
@@ -8,6 +9,8 @@ from tpuport.source.rewrite.matching import Context
 from tpuport.source.syntax.imported import dotted_name
 
 LOSS = ("loss", "losses", "objective", "cost")
+# `loss_fn` and the like compute a loss.
+_COMPUTES = {"fn", "fun", "func", "function", "layer", "module", "class", "cls", "op"}
 
 
 class BackwardCall(Rule):
@@ -49,6 +52,20 @@ class BackwardCall(Rule):
             jit_error="RuntimeError",
             left="no automatic fix",
         ),
+        Example(
+            before="""
+            import torch
+
+
+            def forward(x: torch.Tensor):
+                layer = torch.nn.Linear(4, 1).to(x.device)
+                loss_av_smoothed = layer(x).sum()
+                loss_av_smoothed.backward()
+                return layer.weight.grad
+            """,
+            jit_error="RuntimeError",
+            left="no automatic fix",
+        ),
     )
     CLEAN = (
         """
@@ -68,8 +85,9 @@ class BackwardCall(Rule):
         import torch
 
 
-        def forward(x: torch.Tensor, graph):
+        def forward(x: torch.Tensor, graph, loss_fn):
             graph.backward(x)
+            loss_fn.backward(x)
             return x
         """,
     )
@@ -92,4 +110,12 @@ def _is_loss(node: ast.expr) -> bool:
         case ast.Subscript(value=value, slice=ast.Constant(value=str(key))):
             return key.endswith(LOSS) or _is_loss(value)
         case _:
-            return (dotted_name(node) or "").lower().endswith(LOSS)
+            return _names_loss(dotted_name(node) or "")
+
+
+def _names_loss(name: str) -> bool:
+    """Return whether a name is one of a loss: `self.loss`, `closs`, `loss_av_smoothed`, `lossG`."""
+    found = re.findall("[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name.rpartition(".")[2])
+    words = [word.lower() for word in found]
+    last = "".join(words[-1:])
+    return last.endswith(LOSS) or (last not in _COMPUTES and not set(words).isdisjoint(LOSS))

@@ -18,7 +18,7 @@ from tpuport.weights.read import Bounds, Extent
 
 _SHARD = "_fsdp_shard"
 _FLAT = "_fsdp_wrapped_module.flat_param_"
-_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.")
+_WRAPPERS = ("_fsdp_wrapped_module.", "_fpw_module.", "_orig_module.")
 METADATA = "shard_metadata"
 
 

@@ -11,7 +11,9 @@ import textwrap
 import weakref
 from collections.abc import Iterator
 from types import FunctionType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
 
 from tpuport.source.rewrite.codegen import nested_codes
 
@@ -73,12 +75,59 @@ def _loops_of(value: FunctionType) -> _Loops:
     # Its text is read only if its code has such names, and a loop.
     if not (joins or sizes) or not any(_FOR in code.co_code[::2] for code in codes):
         return _NEITHER
-    loops = _for_loops(function)
+    loops = [loop for loop in _for_loops(function) if not _prints(loop)]
     found = _Loops(any(map(_is_over_sizes, loops)), joins and any(map(_is_growing, loops)))
     return found if any(found) else _NEITHER
 
 
 _FOR = dis.opmap["FOR_ITER"]
+
+
+def _prints(loop: ast.For) -> bool:
+    """Return whether a loop prints, which a program would do while it is traced alone."""
+    return any(
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        for node in ast.walk(loop)
+    )
+
+
+def tells_others(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the argument of a call that the method's loops tell of each round: a streamer.
+
+    Args:
+        method: The method of a module.
+        args: Its arguments, with the module.
+        kwargs: Its keyword arguments.
+    """
+    function = inspect.unwrap(method)
+    told = _TOLD.get(function)
+    if told is None:
+        told = _TOLD[function] = frozenset(_told(function))
+    if not told:
+        return None
+    try:
+        given = inspect.signature(function).bind(*args, **kwargs).arguments
+    except TypeError:
+        return None  # the call itself says what is wrong
+    values = {**given, **given.get("kwargs", {})}
+    return next((name for name in told if not isinstance(values.get(name), _KNOWN_VALUES)), None)
+
+
+_TOLD: "weakref.WeakKeyDictionary[Any, frozenset[str]]" = weakref.WeakKeyDictionary()
+# What a program has as an argument, with what the call does to it.
+_KNOWN_VALUES = (type(None), torch.Tensor, torch.nn.Module, list, dict, set, int, float, str)
+
+
+def _told(function: FunctionType) -> Iterator[str]:
+    """Yield the names that a statement of a loop calls for its effect: `streamer.put(token)`."""
+    for loop in _for_loops(function):
+        for node in ast.walk(loop):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                target: ast.expr = node.value.func
+                while isinstance(target, ast.Attribute):
+                    target = target.value
+                if isinstance(target, ast.Name) and target.id != "self":
+                    yield target.id
 
 
 def _for_loops(function: FunctionType) -> list[ast.For]:

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tpuport.compat.emulated import captured_outputs
 from tpuport.compat.emulated.call_lengths import CallLengths
+from tpuport.compat.emulated.growing_methods import tells_others
 from tpuport.compat.emulated.live_module import LiveModel
 from tpuport.compat.emulated.parts import has_parts, is_on_accelerator
 from tpuport.compat.emulated.report import CaughtError, Descended
@@ -230,6 +231,10 @@ def attempt(
     assert settings is not None
     if settings.hooks.instead is not None:
         return settings.hooks.instead(module, method, original, args, kwargs)
+    told = tells_others(original, (module, *args), kwargs)
+    if told is not None:
+        _note(module, method, f"each round of its loop calls the argument {told}", settings)
+        return original(module, *args, **kwargs)
     try:
         return _run(module, method, args, kwargs, settings, is_whole=is_whole)
     except (PortError, UsageError) as error:
@@ -237,10 +242,15 @@ def attempt(
         if isinstance(error, PortError):
             _DESCENDED.setdefault(module, set()).add(method)
         _forget_if_empty(module, settings)
-        one = Descended(f"{type(module).__name__}.{method}", str(error))
-        if one not in settings.report.descended:
-            settings.report.descended.append(one)
+        _note(module, method, str(error), settings)
     return original(module, *args, **kwargs)
+
+
+def _note(module: torch.nn.Module, method: str, why: str, settings: PortingSettings) -> None:
+    """Have the report say why a method is not one program."""
+    one = Descended(f"{type(module).__name__}.{method}", why)
+    if one not in settings.report.descended:
+        settings.report.descended.append(one)
 
 
 def _name_the_option(error: PortError, module: torch.nn.Module) -> None:

@@ -48,6 +48,9 @@ class Package:
         """
         return True
 
+    def explain(self, error: Exception) -> None:
+        """Add a note to an error that ends a script, if it may come from not having the package."""
+
     def begin(self) -> None:
         """Set up what the package needs: it was imported in this block for the first time."""
 

@@ -35,7 +35,22 @@ class TorchXla(Package):
         if asked or STATE.is_used or "PJRT_DEVICE" in os.environ:
             return True
         frame, imports = importing_frame()
-        return imports and frame is not None and not copes(frame)
+        if not imports or frame is None:
+            return False
+        if copes(frame):
+            STATE.leave_out(frame)
+            return False
+        return True
+
+    def explain(self, error: Exception) -> None:
+        from tpuport.compat.packages._torch_xla.state import STATE
+
+        if STATE.left_out is not None and not STATE.is_used:
+            error.add_note(
+                f"tpuport: {STATE.left_out} imports torch_xla where it can do without, and found"
+                " none. If the program is to use it, set PJRT_DEVICE=TPU, or CPU, before it starts"
+            )
+            STATE.left_out = None
 
     def begin(self) -> None:
         from tpuport.compat.packages._torch_xla import state

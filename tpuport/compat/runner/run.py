@@ -15,6 +15,7 @@ from typing import Any
 from tpuport.compat.emulated import child_processes, costs, replicas
 from tpuport.compat.emulated.settings import PortingSettings
 from tpuport.compat.imports.import_hook import RewrittenLoader, loader_for
+from tpuport.compat.packages._package import find_packages
 from tpuport.compat.porting import porting
 from tpuport.compat.runner.exit import finish
 from tpuport.diagnosis.explain import add_explanation
@@ -186,6 +187,9 @@ def _status(code: Any) -> int:
 
 def _shown(error: BaseException) -> int:
     add_explanation(error)
+    if isinstance(error, Exception):
+        for package in find_packages().values():
+            package().explain(error)
     trim(error)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()

@@ -23,6 +23,21 @@ def _synchronize(device: Any = None, /) -> None:
     accelerator.wait()
 
 
+_EAGER_MODULE = torch.get_device_module
+_EAGER_OF_CHECKPOINTS = torch.utils.checkpoint._get_device_module
+
+
+def _device_module(device: torch.device | str | None = None) -> Any:
+    # torch has no `torch.xla`. The device is the same, and so are its random numbers.
+    if device is None or torch.device(device).type == "xla":
+        return torch.cuda
+    return _EAGER_MODULE(device)
+
+
+def _module_of_checkpoints(device: str = "cuda") -> Any:
+    return torch.cuda if device == "xla" else _EAGER_OF_CHECKPOINTS(device)
+
+
 class Accelerator(Shim):
     """The accelerator is `cuda`, of which there is one."""
 
@@ -52,6 +67,8 @@ class Accelerator(Shim):
         return [
             *functions(torch.accelerator, table),
             Replacement(asked, "_default_device_type", None),
+            *functions(torch.utils.checkpoint, {"_get_device_module": _module_of_checkpoints}),
+            *functions(torch, {"get_device_module": _device_module}),
         ]
 
 

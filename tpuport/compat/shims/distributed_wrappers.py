@@ -126,7 +126,23 @@ def _distributed_attributes(original: Any) -> dict[str, Any]:
     names = dict.fromkeys((*hooks, "_register_fused_optim"), nothing)
     ours = {"__init__": init, "__call__": call, "no_sync": no_sync, "train": train}
     ours["_get_ddp_logging_data"] = no_data
-    return {**attributes, **names, **ours}
+    return {**attributes, **names, **ours, **_copies(original)}
+
+
+def _copies(original: Any) -> dict[str, Any]:
+    def __getstate__(self: Any) -> dict[str, Any]:
+        return dict(vars(self)) if "_only_process" in vars(self) else original.__getstate__(self)
+
+    def __setstate__(self: Any, state: dict[str, Any]) -> None:
+        if "_only_process" not in state:
+            original.__setstate__(self, state)
+            return
+        nn.Module.__setstate__(self, state)
+        if "_synced_buffers" in state:
+            # Hooks of parameters are not copied with them.
+            _average_gradients(self)
+
+    return {"__getstate__": __getstate__, "__setstate__": __setstate__}
 
 
 _DDP = "DistributedDataParallel"
@@ -143,7 +159,13 @@ def _join_replicas(wrapper: Any, kwargs: dict[str, Any]) -> None:
     buffers = list(wrapper.module.buffers())
     replicas.copy_from_first(_DDP, [*wrapper.module.parameters(), *buffers])
     wrapper._synced_buffers = buffers if kwargs.get("broadcast_buffers", True) else []
-    wrapper._buffers_may_differ, wrapper._average_waits = True, False
+    wrapper._buffers_may_differ = True
+    _average_gradients(wrapper)
+
+
+def _average_gradients(wrapper: Any) -> None:
+    """Average the gradients after each backward pass from now on."""
+    wrapper._average_waits = False
     params = [param for param in wrapper.module.parameters() if param.requires_grad]
 
     def average() -> None:

@@ -28,6 +28,7 @@ from tpuport.source.inference.values import (
     contains_traced,
     join,
 )
+from tpuport.source.syntax.imported import dotted_name
 from tpuport.source.syntax.module import Function, Module
 from tpuport.source.syntax.names import all_arguments
 
@@ -169,6 +170,8 @@ class Inference:
             return UNKNOWN
         is_step = self.roles.of(function) is Role.STEP
         value = annotated(argument.annotation)
+        if value is None and is_step:
+            value = self._record(argument.annotation)
         if value is None and self._is_used_like_a_tensor(function, argument):
             value = TRACED if is_step else HOST_TENSOR
         unknown = value is None or value is UNKNOWN
@@ -181,6 +184,20 @@ class Inference:
         if value is not None and not is_step and contains_traced(value):
             return HOST_TENSOR
         return UNKNOWN if value is None or value is NONE else value
+
+    def _record(self, annotation: ast.expr | None) -> Value | None:
+        """Return an instance, if an annotation names a class of this file that holds tensors."""
+        if annotation is None:
+            return None
+        name = annotation.value if isinstance(annotation, ast.Constant) else dotted_name(annotation)
+        owner = self.roles.classes.get(str(name))
+        if owner is None or owner.is_module:
+            return None
+        for info in owner.lineage():
+            self._learn_attributes(info)
+            if any(contains_traced(value) for value in info.attributes.values()):
+                return Value(Kind.UNKNOWN, Form.INSTANCE, owner=owner)
+        return None
 
     def _is_used_like_a_tensor(self, function: Function, argument: ast.arg) -> bool:
         """Return whether the use of a parameter shows that it can only be a tensor."""

@@ -121,6 +121,11 @@ _HOST_PACKAGES = frozenset(
         "wandb",
     }
 )
+# Functions of other packages that look at files.
+_HOST_CALL = re.compile(
+    r"^(torch\.(load|save)|numpy\.(load\w*|save\w*|fromfile|genfromtxt)|glob\.\w+"
+    r"|os\.(path\.(exists|is\w+|getsize|getmtime)|listdir|scandir|walk|makedirs|mkdir))$"
+)
 # Parameters of loops that generate tokens: such a loop runs one step per round.
 _HOST_PARAMETERS = frozenset(
     {"tokenizer", "streamer", "logits_processor", "stopping_criteria", "trainer", "pl_module"}
@@ -341,8 +346,11 @@ class Roles:
         return bool(all_arguments(function.args)) and any(map(is_operation, self._called(function)))
 
     def _works_on_host(self, function: Function) -> bool:
-        """Return whether a function calls packages for files, networks, images or sound."""
-        return any(name.partition(".")[0] in _HOST_PACKAGES for name in self._called(function))
+        """Return whether a function calls what is for files, networks, images or sound."""
+        return any(
+            name.partition(".")[0] in _HOST_PACKAGES or _HOST_CALL.search(name)
+            for name in self._called(function)
+        )
 
     def _called(self, function: Function) -> Iterator[str]:
         """Yield the full names of the imported things that a function calls."""

@@ -246,12 +246,12 @@ class XlaFullyShardedDataParallel(_Wrapper):
         del groups
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
-    def get_shard_metadata(self) -> Any:
-        """Refuse: there are no shards."""
-        raise port_error(
-            "get_shard_metadata: the parameters are not sharded among one replica",
-            remedy="save model.state_dict() alone",
-        )
+    def get_shard_metadata(self) -> dict[str, Any]:
+        """Return how the states of all ranks make the module's: one rank, which has all of it."""
+        buffers = {name: {"_orig_dtype": value.dtype} for name, value in self.named_buffers()}
+        none: dict[str, Any] = {}
+        found = {"shard_info": none, "flatten_info": none, "buffer_info": buffers}
+        return {**found, "world_size": 1, "rank": 0}
 
 
 def consolidate_sharded_state_dicts(

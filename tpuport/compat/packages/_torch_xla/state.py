@@ -5,6 +5,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import jax
@@ -30,6 +32,7 @@ class XlaState:
         global_mesh: The mesh that `set_global_mesh` was given.
         environment: Variables that were set here, with their values before.
         tracer_marked_step: Whether a `StepTrace` marks the step that runs.
+        left_out: A line of the user's code that asked for torch_xla and was given none.
     """
 
     is_used: bool = False
@@ -41,6 +44,13 @@ class XlaState:
     global_mesh: Any = None
     environment: dict[str, str | None] = field(default_factory=dict)
     tracer_marked_step: bool = False
+    left_out: str | None = None
+
+    def leave_out(self, frame: FrameType) -> None:
+        """Remember an import that is not answered, if it is not a library's."""
+        file = frame.f_code.co_filename
+        if {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):
+            self.left_out = f"{file}:{frame.f_lineno}"
 
 
 STATE = XlaState()
