@@ -721,43 +721,6 @@ def test_a_backward_may_write_what_it_or_its_forward_made():
     np.testing.assert_allclose(found, x.grad)
 
 
-class WithOthers(torch.autograd.Function):
-    """Returns more than tensors, whose places backward's arguments have, too."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> Any:
-        return x * 2, 3, [x * 5], x * 4
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> torch.Tensor:
-        assert grads[1] is None
-        assert grads[2] is None
-        return grads[0] * 7 + grads[3] * ctx.saved_tensors[0] * len(grads)
-
-
-def _with_others(x: torch.Tensor) -> torch.Tensor:
-    one, factor, (constant,), other = WithOthers.apply(x)
-    assert not constant.requires_grad
-    return one * factor + other + constant * x
-
-
-def test_backward_gets_none_for_a_result_that_is_no_tensor():
-    """It got those of tensors alone, also of tensors in lists, which are constants in eager."""
-    x = normal(3).requires_grad_()
-    _with_others(x).sum().backward()
-    with tpuport.porting():
-        given = x.detach().to("cuda").requires_grad_()
-        _with_others(given).sum().backward()
-    torch.testing.assert_close(given.grad.cpu(), x.grad)
-    ported = tpuport.convert(_with_others, verify=False)
-    found = jax.grad(lambda x: ported.apply({}, {}, None, x)[0].sum())(jnp.asarray(x.detach()))
-    np.testing.assert_allclose(found, x.grad)
-
-
 class Quadrupled(torch.autograd.Function):
     """A function that `vmap` derives a class from, which returns where its batch is, too."""
 
