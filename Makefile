@@ -68,6 +68,7 @@ fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with the
 	$(BIN)/python -m benchmarks.left_loops --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.switched_gradients --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.sharded_modules --count $(or $(TPUPORT_FUZZ),1000)
+	$(BIN)/python -m benchmarks.sharded_training --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.transformed_functions --count $(or $(TPUPORT_FUZZ),1000)
 
 bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*

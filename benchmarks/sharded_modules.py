@@ -211,6 +211,7 @@ def _spec(chosen: random.Random, ndim: int, axes: list[str]) -> P:
 
 
 def rules_of(net: Net, chosen: random.Random, axes: list[str]) -> Any:
+    """Return a preset's name, or rules at random, for a module on a mesh with these axes."""
     if chosen.random() < 0.4:
         return chosen.choice(PRESETS)
     state = [*net.named_parameters(), *net.named_buffers()]

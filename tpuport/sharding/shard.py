@@ -16,6 +16,7 @@ from tpuport.foundation.errors import UsageError
 from tpuport.foundation.reporting.markup import plural
 from tpuport.model.ported_model import PortedModel
 from tpuport.sharding.mesh import MeshAxis, make_mesh, sizes_of
+from tpuport.sharding.mixed_axes import mixes_axes
 from tpuport.sharding.plan import ShardingPlan
 from tpuport.sharding.rule_table import ShardingRules
 from tpuport.sharding.specs import axes_of, fitted, shown
@@ -154,6 +155,12 @@ class OnMesh:
         self._whole = NamedSharding(mesh, P())
         self._sizes = sizes_of(mesh)
         self._told: set[Any] = set()
+        self.mixes_axes = mixes_axes(
+            [sharding.spec for sharding in shardings.values()],
+            [rule.spec for rule in rules.inputs],
+            [*rules.activations.outputs.values(), *rules.activations.inputs.values()],
+            self._sizes,
+        )
 
     @property
     def constrains(self) -> bool:

@@ -143,6 +143,7 @@ class TraceOptions:
         target: The platform that the program will run on: "cpu", "tpu".
         mesh: The devices that its values are spread over.
         placement: Where activations go on the mesh; None if none has a place.
+        mixes_axes: Whether XLA's partitioner may mix up axes of the mesh in a product.
         remat: Gives the remat policy of a module by its fqn, if it has one (`core.remat_policy`).
         patches: Replacements of torch's functions that hold while it runs.
         hoist: Makes a host constant an argument of the program; None for one that is inlined.
@@ -152,6 +153,7 @@ class TraceOptions:
     target: str = field(default_factory=jax.default_backend)
     mesh: jax.sharding.Mesh | None = None
     placement: Placement | None = None
+    mixes_axes: bool = False
     remat: Callable[[str], str | None] = no_policy
     patches: tuple[type[Shim], ...] = ()
     hoist: Callable[[torch.Tensor], jax.Array | None] | None = None

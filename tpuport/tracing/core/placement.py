@@ -22,6 +22,11 @@ class Placement(Protocol):
         ...
 
     @property
+    def mixes_axes(self) -> bool:
+        """Return whether XLA's partitioner may mix up axes of the mesh in a product."""
+        ...
+
+    @property
     def platform(self) -> str:
         """Return the platform of the devices: "cpu", "tpu"."""
         ...
@@ -54,7 +59,7 @@ class Placement(Protocol):
 class Nowhere:
     """The placement without a mesh: jax puts everything on its default device."""
 
-    constrains = False
+    constrains = mixes_axes = False
     mesh: jax.sharding.Mesh | None = None
 
     @property

@@ -19,6 +19,7 @@ from tpuport.tracing.core.context import Trace
 from tpuport.tracing.core.inner_programs import inner_programs, run_with
 from tpuport.tracing.patterns.attention import find_attention
 from tpuport.tracing.patterns.pairs import find_pairs
+from tpuport.tracing.patterns.products import find_products
 from tpuport.tracing.patterns.program import FlatProgram, PatternMatch, RunningValues
 from tpuport.tracing.patterns.windows import divides, find_windows
 from tpuport.tracing.scan_layers.dead_results import without_dead_results
@@ -43,6 +44,9 @@ def rewritten(closed: Any, trace: Trace) -> Any:
         trace: The trace that it comes from, which records what was found.
     """
     patterns = patterns_for(trace.options.target, trace.options.mesh)
+    if trace.options.mixes_axes:
+        # First, because a product may be part of what others compute in a better way.
+        patterns = (find_products, *patterns)
     return (_Rewriting(trace, patterns).changed(closed) or closed) if patterns else closed
 
 

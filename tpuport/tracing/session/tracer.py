@@ -300,6 +300,7 @@ class Tracer:
             target=self.target or self.placement.platform,
             mesh=self.placement.mesh,
             placement=self.placement if self.placement.constrains else None,
+            mixes_axes=self.placement.mixes_axes,
             remat=self.remat,
             takes_gradients=self.takes_gradients,
             patches=self.patches,
