@@ -664,3 +664,22 @@ def test_a_gradient_in_a_jit_before_any_call_leaves_no_tracer_behind(monkeypatch
     assert total(ported.params)["bias"].tolist() == [1, 1]
     assert len(keys._KEYS) == 1
     assert tpuport.to_torch(by_tpuport(lambda x: x + 1)(x)).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("count", [150_000, 3])
+def test_no_weight_of_zero_is_drawn(count: int):
+    """Running sums are rounded where a weight is zero, too: a draw could end there."""
+    chosen = np.random.default_rng(1)
+    weights = torch.zeros(2, count)
+    for row in weights:
+        places = torch.from_numpy(chosen.choice(count, min(count - 1, 50), replace=False))
+        row[places] = torch.from_numpy(chosen.random(len(places), np.float32)) ** 4
+    torch.manual_seed(0)
+    port = by_tpuport(lambda w: torch.multinomial(w, 2_000_000, replacement=True))
+    drawn = host(port(weights))
+    taken = weights.gather(1, drawn)
+    assert (taken > 0).all()
+    share = (
+        torch.zeros_like(weights).scatter_add_(1, drawn, torch.ones_like(taken)) / drawn.shape[1]
+    )
+    torch.testing.assert_close(share, weights / weights.sum(1, keepdim=True), rtol=0, atol=2e-3)

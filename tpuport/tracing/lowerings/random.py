@@ -3,7 +3,6 @@
 torchax's own draw from a global key, which jit freezes.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -215,6 +214,19 @@ def sample_dirichlet(alpha, *, key) -> jax.Array:
     return jax.random.dirichlet(key, alpha)
 
 
+def _chosen(p: jax.Array, sums: jax.Array, reached: jax.Array) -> jax.Array:
+    """Return the places [k] at which the running sums [n] of weights pass some numbers [k].
+
+    Sums are rounded, and may rise or fall by that where a weight is zero: such a place is never
+    chosen, but the next one that has a weight.
+    """
+    places, some = jnp.arange(p.shape[0]), p > 0
+    following = jax.lax.cummin(jnp.where(some, places, p.shape[0]), reverse=True)
+    found = jnp.searchsorted(sums, reached, side="right")
+    last = jnp.max(jnp.where(some, places, 0))
+    return jnp.minimum(following[jnp.minimum(found, last)], last)
+
+
 @lowering(aten.multinomial.default, reason=_FROZEN)
 def multinomial(p, num_samples, replacement=False, *, key) -> jax.Array:
     if replacement:
@@ -223,8 +235,7 @@ def multinomial(p, num_samples, replacement=False, *, key) -> jax.Array:
         sums = jnp.cumsum(p.astype(_compute(p.dtype)), axis=-1)
         drawn = jax.random.uniform(key, (num_samples, *p.shape[:-1]), sums.dtype)
         reached = jnp.moveaxis(drawn, 0, -1) * sums[..., -1:]
-        find = functools.partial(jnp.searchsorted, side="right")
-        return jnp.vectorize(find, signature="(n),(k)->(k)")(sums, reached)
+        return jnp.vectorize(_chosen, signature="(n),(n),(k)->(k)")(p, sums, reached)
     # Gumbel top-k draws without replacement.
     scores = jnp.log(p) + jax.random.gumbel(key, p.shape)
     return jax.lax.top_k(scores, num_samples)[1]
