@@ -193,7 +193,7 @@ def _seen(net: Any, where: Any, ported: Any = None) -> list[tuple[str, Any]]:
             parameter.grad = None
         # A result that only zeros reach may require grad or not: torch's own transforms vary.
         if wanted:
-            sum(v.square().sum() for v in wanted).backward()
+            torch.stack([v.square().sum() for v in wanted]).sum().backward()
         leaves = {**dict(net.named_parameters()), "x": x}
         for name, leaf in leaves.items():
             gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
