@@ -12,10 +12,11 @@ import torch
 
 import tpuport
 from tests.program.small import needs_libtpu
+from tpuport.tracing.core.context import TraceOptions
 from tpuport.tracing.patterns import rewritten
 
 FOR_TPU: Any = SimpleNamespace(
-    options=SimpleNamespace(target="tpu", mesh=None),
+    options=TraceOptions(target="tpu"),
     recorder=SimpleNamespace(counters=SimpleNamespace(attention=[])),
 )
 
