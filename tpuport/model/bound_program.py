@@ -205,7 +205,7 @@ def _array(tensor: torch.Tensor) -> Any:
     if type(tensor) is TracedTensor:
         return tensor.jax()
     if tensor.dtype in _SAME_IN_NUMPY:
-        return tensor.detach().resolve_conj().resolve_neg().numpy().copy()
+        return backend.to_numpy_array(tensor).copy()
     try:
         return backend.to_host_array(tensor)
     except OverflowError as error:

@@ -346,14 +346,11 @@ def _put_on_accelerator(module: torch.nn.Module | None, target: Any, given: Any)
 
 
 def _widened(tensor: torch.Tensor) -> np.ndarray:
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
     if tensor.dtype in (torch.bfloat16, torch.float16) or (
         tensor.dtype.itemsize == 1 and tensor.is_floating_point()
     ):
         tensor = tensor.float()
-    return tensor.resolve_conj().resolve_neg().numpy()
+    return backend.to_numpy_array(tensor)
 
 
 def host_arguments(value: Any, mode: SameNumbers) -> Any:
