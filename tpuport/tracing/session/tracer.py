@@ -356,7 +356,7 @@ class Tracer:
         graphs = self.takes_gradients
         tree = None if module is None else state_tree(module, objects=True, graphs=graphs)
         named, memory = ({}, {}) if tree is None else (tree.modules, memory_of(tree))
-        trace.own_modules = {number: fqn for fqn, (number, _) in named.items()}
+        trace.own_modules = {number: fqn for fqn, (number, *_) in named.items()}
         if request.on_module is not None:
             request.on_module(module)
         args, kwargs, made, containers = traced_arguments(trace, request, self.plan.host_args)

@@ -33,8 +33,9 @@ class StateTree:
 
     `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
     `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
-    modules that have some, by fqn. `trained` says which parameters require grad, if graphs count.
-    `set_on` has a key for each attribute that a script has set on a tensor, by name.
+    modules that have some, by fqn. `modules` says which there are, and which each holds in which
+    order: one may be held in several places. `trained` says which parameters require grad, if
+    graphs count. `set_on` has a key for each attribute that a script has set on a tensor, by name.
     """
 
     leaves: dict[str, Any]
@@ -43,7 +44,7 @@ class StateTree:
     owners: dict[str, tuple[str, str]]
     values: dict[str, Any]
     registered: set[str]
-    modules: dict[str, tuple[int, type]]
+    modules: dict[str, tuple[Any, ...]]
     hooks: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     trained: dict[str, bool] = field(default_factory=dict)
     set_on: dict[str, Any] = field(default_factory=dict)
@@ -178,7 +179,8 @@ def _take_apart(
     owners, values, statics = tree.owners, tree.values, tree.statics
     modules = named_owners(module)
     for fqn, owner in modules:
-        tree.modules[fqn] = (id(owner), type(owner))
+        held = owner._modules
+        tree.modules[fqn] = (id(owner), type(owner), tuple(held), tuple(map(id, held.values())))
         if (hooks := hooks_of(owner)) is not None:
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
