@@ -18,6 +18,7 @@ from tpuport.foundation.interop.seen_device import seen_device
 from tpuport.foundation.interop.shared_memory import computed, lazy_clone
 from tpuport.foundation.patching.shim import installed
 from tpuport.foundation.pytree.clone import clone_module, parameter_like
+from tpuport.model.parity import global_names
 from tpuport.model.parity.call import Call, fork
 from tpuport.model.parity.judge import Judge
 from tpuport.model.parity.same_numbers import SameNumbers
@@ -258,7 +259,8 @@ class Verifier:
                 on_module(module)
         args, kwargs = host_arguments((call.args, call.kwargs), numbers)
         _put_on_accelerator(module, self.target, (args, kwargs))
-        with in_eager(call, *modes, saves=self.saves):
+        of_copy = global_names.of_copy(self.target, module)
+        with of_copy, in_eager(call, *modes, saves=self.saves):
             out = call.tracer.casting.restored(function(*args, **kwargs))
         supplied = numbers if numbers in modes else None
         return Reference(out, module, (args, kwargs), 0.0, numbers=supplied, before=before)
