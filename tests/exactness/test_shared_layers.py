@@ -16,12 +16,17 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         self.named = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Tanh()})
         self.extra: nn.Module | None = None
+        self.scales = nn.Module()
+        self.scales.register_buffer("one", torch.ones(3))
+        self.scales.register_buffer("two", torch.full((3,), 2.0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
         for name in self.named:
             x = self.named[name](x)
+        for scale in self.scales.buffers():
+            x = (x + scale) * scale
         return x if self.extra is None else self.extra(x)
 
 
@@ -31,6 +36,7 @@ EDITS: dict[str, Callable[[Any], Any]] = {
     "entry": lambda net: net.named.update({"c": net.blocks[0]}),
     "attribute": lambda net: setattr(net, "extra", net.blocks[1]),
     "order": lambda net: net.named.update({"a": net.named.pop("a")}),
+    "buffers": lambda net: net.scales._buffers.update({"one": net.scales._buffers.pop("one")}),
     "exchanged": lambda net: net.blocks.__setitem__(0, net.blocks[1]),
 }
 

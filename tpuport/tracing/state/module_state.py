@@ -33,8 +33,8 @@ class StateTree:
 
     `leaves` are its tensors (and traced numbers) by name: the fqn for parameters and buffers,
     `fqn.attribute[...]` for others. `statics` are the Python values by name. `hooks` are those of
-    modules that have some, by fqn. `modules` says which there are, and which each holds in which
-    order: one may be held in several places. `trained` says which parameters require grad, if
+    modules that have some, by fqn. `modules` says which there are, and what each holds in which
+    order: a module may be held in several places. `trained` says which parameters require grad, if
     graphs count. `set_on` has a key for each attribute that a script has set on a tensor, by name.
     """
 
@@ -180,7 +180,8 @@ def _take_apart(
     modules = named_owners(module)
     for fqn, owner in modules:
         held = owner._modules
-        tree.modules[fqn] = (id(owner), type(owner), tuple(held), tuple(map(id, held.values())))
+        order = *held, *owner._parameters, *owner._buffers
+        tree.modules[fqn] = (id(owner), type(owner), order, tuple(map(id, held.values())))
         if (hooks := hooks_of(owner)) is not None:
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""
