@@ -75,7 +75,7 @@ def _named_methods(cls: type) -> list[Replacement]:
     is_method = isinstance(vars(cls).get("forward"), FunctionType)
     if is_method and not cls.__module__.startswith(_LIBRARIES):
         ways["forward"] = programs.call_forward
-    return [Replacement(cls, n, _as_program(cls.__dict__[n], n, way)) for n, way in ways.items()]
+    return [Replacement(cls, name, _as_program(cls, name, way)) for name, way in ways.items()]
 
 
 _UNROLLED = functools.partial(programs.attempt, is_whole=False)
@@ -83,16 +83,29 @@ _UNROLLED = functools.partial(programs.attempt, is_whole=False)
 _LIBRARIES = ("torch.", "transformers.", "diffusers.", "torchvision.", "timm.")
 
 
-def _as_program(original: Any, name: str, way: Any) -> Any:
+def _as_program(cls: type, name: str, way: Any) -> Any:
+    original = vars(cls)[name]
+
     @functools.wraps(original)
     def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not programs.becomes_program(module, name):
+        if not (_is_its_own(module, name, cls) and programs.becomes_program(module, name)):
             return original(module, *args, **kwargs)
         with mode():
             return way(module, name, original, args, kwargs)
 
     mode = _mode_of(original)
     return call
+
+
+def _is_its_own(module: torch.nn.Module, name: str, cls: type) -> bool:
+    """Return whether the method that a class has under a name is the one that a module has.
+
+    Code may call what a derived class or an attribute of the module has replaced: `super().forward`
+    or `old = net.forward; net.forward = lambda x: old(x) * 2`. A program has the new one.
+    """
+    if name in vars(module):
+        return False
+    return next(one for one in type(module).__mro__ if name in vars(one)) is cls
 
 
 def _mode_of(function: Any) -> Any:

@@ -1,0 +1,65 @@
+"""Methods that a derived class or an attribute has replaced, called by the code of a script."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import tpuport
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def roll(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = torch.cat([x, self(x[-1:])])
+        return x
+
+
+class Derived(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 2
+
+    def roll(self, x: torch.Tensor) -> torch.Tensor:
+        return super().roll(x) * 2
+
+
+def compare(calls: Any) -> None:
+    """Compare the results of calls, and the gradients of their sum, with eager PyTorch."""
+
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net, x = Derived().to(device), torch.ones(2, 3, device=device)
+        found = calls(net, x)
+        sum(one.square().sum() for one in found).backward()
+        weight = net.layer.weight.grad
+        assert weight is not None
+        return [one.detach().cpu() for one in (*found, weight)]
+
+    want = run("cpu")
+    with tpuport.porting():
+        have = run("cuda")
+    for one, other in zip(want, have, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+
+
+def test_the_method_of_a_base_class_is_that_of_the_base_class() -> None:
+    compare(lambda net, x: [net(x), Base.forward(net, x), super(Derived, net).forward(x)])
+    compare(lambda net, x: [net.roll(x), Base.roll(net, x), super(Derived, net).roll(x)])
+
+
+def test_a_method_that_a_script_kept_is_the_old_one_after_it_is_replaced() -> None:
+    def calls(net: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        old, roll = net.forward, net.roll
+        first = [old(x), net(x)]
+        net.forward = lambda x: old(x) * 3
+        net.roll = lambda x: roll(x) + 1
+        return [*first, old(x), net(x), net.forward(x), net.roll(x), roll(x)]
+
+    compare(calls)
