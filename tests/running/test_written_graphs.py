@@ -289,3 +289,22 @@ def test_a_value_that_data_is_bound_to_gets_no_gradient() -> None:
         found = gradients("cuda")
     assert [g is None for g in found] == [g is None for g in expected] == [True, False, False]
     torch.testing.assert_close(found[1:], expected[1:])
+
+
+def test_weights_in_float64_are_trained_for_more_than_one_step() -> None:
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)).double().to(device)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for number in range(3):
+            optimizer.zero_grad()
+            x = torch.linspace(-1, number, 6, dtype=torch.float64, device=device).reshape(2, 3)
+            net(x).square().sum().backward()
+            optimizer.step()
+        return [p.detach().cpu() for p in net.parameters()]
+
+    want = trained("cpu")
+    with tpuport.porting():
+        have = trained("cuda")
+    for one, other in zip(want, have, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)

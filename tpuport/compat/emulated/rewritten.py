@@ -155,6 +155,8 @@ def _unchanged(kept: Kept) -> bool:
         then = backend.to_torch(value, now.dtype)[tuple(slice(size) for size in now.shape)]
         if kept.by_sign:
             return bool(torch.equal(now <= 0, then <= 0))
+        if value.dtype.itemsize < now.element_size():  # 64 bits are kept as what a program has
+            now = now.to(backend.torch_dtype(value.dtype)).to(now.dtype)
         return bool(torch.equal(_bits(now), _bits(then)))
 
 
