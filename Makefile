@@ -70,6 +70,7 @@ fuzz: $(VENV)/.installed-dev ## compare thousands of generated programs with the
 	$(BIN)/python -m benchmarks.sharded_modules --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.sharded_training --count $(or $(TPUPORT_FUZZ),1000)
 	$(BIN)/python -m benchmarks.transformed_functions --count $(or $(TPUPORT_FUZZ),1000)
+	$(BIN)/python -m benchmarks.edited_modules --count $(or $(TPUPORT_FUZZ),1000)
 
 bench: $(VENV)/.installed-dev ## run the benchmarks, write docs/benchmarks.*
 	$(BIN)/python -m benchmarks
