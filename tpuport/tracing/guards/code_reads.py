@@ -56,7 +56,7 @@ class CodeReads:
         functions: the functions, whose defaults and closures are read.
         cells: the cells of closures, by id.
         classes: the classes whose attributes are read, with the types of attributes to look at: of
-            a library's classes only plain values.
+            a library's classes only plain values, and the `forward` of modules.
         variables: the names of environment variables; None if the code may read any.
         given_attributes: the names of what code sets attributes of (`function.calls = 0`).
         types: the namespaces, by id, of code that may call Python's `type` or `isinstance`.
@@ -104,11 +104,12 @@ class CodeReads:
     def attributes(self, cls: type) -> list[str]:
         """Return the names of the attributes of a class that the code may read."""
         kinds = self.classes[cls]
-        return [
+        found = [
             name
             for name, value in vars(cls).items()
             if name[:2] != "__" and isinstance(value, kinds) and self.reads(name)
         ]
+        return [*found, "forward"] if kinds is VALUES and _may_be_replaced(cls) else found
 
     def _note_root(self, root: Any) -> None:
         if not isinstance(root, torch.nn.Module):
@@ -245,6 +246,18 @@ class CodeReads:
             if not _is_library(namespace) or watched:
                 self.places[id(namespace), name] = (namespace, name)
             self._note_value(value)
+
+
+def _may_be_replaced(cls: type) -> bool:
+    """Return whether scripts may put another `forward` into a class of a library.
+
+    Those of which a trace replaces it itself are left out.
+    """
+    is_module = issubclass(cls, torch.nn.Module) and not issubclass(cls, _REPLACED_IN_TRACES)
+    return is_module and isinstance(vars(cls).get("forward"), types.FunctionType)
+
+
+_REPLACED_IN_TRACES = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.TransformerEncoder)
 
 
 def content(cell: types.CellType) -> Any:
