@@ -223,3 +223,36 @@ def test_a_module_that_lists_some_of_its_parameters_has_gradients_for_all():
     for name, parameter in nn.Module.named_parameters(eager):
         torch.testing.assert_close(got[name], parameter.grad)
         torch.testing.assert_close(tpuport.to_torch(grads[name]), parameter.grad)
+
+
+class Shifted(nn.Linear):
+    def forward(self, x, shift=None):
+        return super().forward(x) if shift is None else super().forward(x) + shift
+
+
+def test_backward_hooks_between_two_calls_of_one_layer_get_the_gradients_of_the_script():
+    def trained(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer, other = Shifted(3, 3).to(device), nn.Linear(3, 3).to(device)
+        seen: list[torch.Tensor] = []
+
+        def before(module, gradients):
+            seen.append(gradients[0])
+            return (gradients[0] * 2,)
+
+        def after(module, into, gradients):
+            seen.extend([*into, *gradients])
+
+        other.register_full_backward_pre_hook(before)
+        other.register_full_backward_hook(after)
+        for number in range(2):
+            x = torch.full((2, 3), number + 1.0, device=device)
+            # By an argument of another kind, so that the second call is compared, too.
+            layer(other(layer(x)).tanh(), x * 2).square().sum().backward()
+        return [one.cpu() for one in (*seen, layer.weight.grad, other.weight.grad)]
+
+    want = trained("cpu")
+    with tpuport.porting(), pytest.warns(PortWarning, match="has a backward hook"):
+        have = trained("cuda")
+    for one, other in zip(want, have, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.utils.hooks import BackwardHook
 
 from tpuport.compat.emulated.asked_gradients import hook_of_output
 from tpuport.compat.emulated.device import resumed
@@ -81,3 +82,38 @@ class GradientHook(Shim):
             return original(tensor, called) if handle is None else handle
 
         return [Replacement(torch.Tensor, "register_hook", register_hook)]
+
+
+class ModuleGradientHook(Shim):
+    """A backward hook of a module is called if its results get a gradient, in the script's passes.
+
+    Comparisons of gradients leave these hooks out, too.
+    """
+
+    TARGET = "torch.utils.hooks.BackwardHook"
+    REASON = (
+        "the node of a program leads to all parameters, and torch gives None to hooks of others"
+    )
+    REFERENCE = "the same hook in eager PyTorch, whose graph does not reach such a module"
+
+    def replacements(self) -> list[Replacement]:
+        original = BackwardHook.__init__
+
+        def init(made: Any, module: Any, hooks: Any, pre_hooks: Any) -> None:
+            if not is_part_of_program():
+                hooks = [_if_reached(hook) for hook in hooks]
+                pre_hooks = [_if_reached(hook) for hook in pre_hooks]
+            original(made, module, hooks, pre_hooks)
+
+        return [Replacement(BackwardHook, "__init__", init)]
+
+
+def _if_reached(hook: Any) -> Any:
+    """Return a hook of a module that is called if one of its results has a gradient."""
+
+    def called(module: torch.nn.Module, *gradients: Any) -> Any:
+        if compares_gradients() or all(one is None for one in gradients[-1]):
+            return None
+        return hook(module, *gradients)
+
+    return called
