@@ -172,6 +172,13 @@ class Replaced:
                 else:
                     setattr(attribute.owner, attribute.name, attribute.before)
 
+    def original(self, owner: Any, name: str) -> Any:
+        """Return what an owner itself holds under a name, without replacements; None if nothing."""
+        with self._lock:
+            attribute = self._attributes.get((id(owner), name))
+        held = vars(owner).get(name) if attribute is None else attribute.before
+        return None if held is _MISSING else held
+
 
 REPLACED = Replaced()
 

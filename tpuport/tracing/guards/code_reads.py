@@ -60,6 +60,8 @@ class CodeReads:
         variables: the names of environment variables; None if the code may read any.
         given_attributes: the names of what code sets attributes of (`function.calls = 0`).
         types: the namespaces, by id, of code that may call Python's `type` or `isinstance`.
+        of_torch: what code may call of torch by its name: each owner, with the names. A method that
+            torch has in C is not among what the class of tensors itself holds.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class CodeReads:
             self._follow(self._todo.popleft())
         self._followed.clear()
         self._reads_any = self._reads_any or bool(self._todo)
+        of_torch = (torch, torch.nn.functional, torch.Tensor)
+        self.of_torch = [(one, sorted(self._names.intersection(dir(one)))) for one in of_torch]
 
     def leave_out(self, cells: Iterable[types.CellType]) -> None:
         """Leave out variables of closures, which are known in another way."""

@@ -23,6 +23,7 @@ import torch
 
 from tpuport.foundation import pytree
 from tpuport.foundation.errors import PortError
+from tpuport.foundation.patching.shim import REPLACED
 from tpuport.foundation.pytree.sealed import Sealed
 from tpuport.tracing.core.tensor import TracedTensor
 from tpuport.tracing.guards.code_reads import MISSING, VALUES, CodeReads, content
@@ -142,6 +143,7 @@ class OutsideValues:
         freezer = _Freezer(self._reads)
         _identities(self._reads, freezer.identities)
         values = {name: freezer.freeze(value) for name, value in read_values(self._reads, None)}
+        values |= _of_torch(self._reads)
         self.tensors = freezer.tensors
         if self._module is not None:
             freezer.sees_tensors = False
@@ -242,6 +244,9 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
         identities.mapping(namespace, names)
     for cls in reads.classes:
         identities.mapping(vars(cls), reads.attributes(cls))
+    for owner, names in reads.of_torch:
+        held = vars(owner)
+        identities.mapping(held, [name for name in names if name in held])
     for cell in reads.cells.values():
         identities.other(_holds, cell, content(cell))
     for function in reads.functions:
@@ -250,6 +255,15 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
     if reads.variables is None or reads.variables:
         names = reads.variables
         identities.other(_has_variables, names, _variables(names))
+
+
+def _of_torch(reads: CodeReads) -> dict[str, Any]:
+    """Return the functions of torch that code may call, as a script has them."""
+    return {
+        f"{owner.__name__}.{name}": Same(REPLACED.original(owner, name))
+        for owner, names in reads.of_torch
+        for name in names
+    }
 
 
 def _length(value: Any) -> int:
