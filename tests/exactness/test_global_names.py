@@ -1,6 +1,7 @@
 """Modules whose hooks and functions find them under a global name of the script."""
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,17 @@ def in_a_list(net: Net) -> None:
 
 def in_an_object(net: Net) -> None:
     net.layer.register_forward_hook(lambda module, args, out: KEPT.net.mean.add_(1) + out)
+
+
+class Sealed:
+    """An object of a script that answers no question about its attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+GONE = weakref.proxy(Sealed())
+SEALED = Sealed()
 
 
 def trained(device: str, edit: Callable[[Net], None]) -> list[torch.Tensor]:

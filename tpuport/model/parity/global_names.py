@@ -1,6 +1,8 @@
 """Global names of a script that lead to a module while a copy of the module runs."""
 
 import contextlib
+import functools
+import inspect
 import types
 import weakref
 from collections.abc import Iterator
@@ -49,11 +51,20 @@ def _holder(value: Any) -> Any:
     """Return the list or dict that a value is, or the attributes of an object of the script."""
     if type(value) in (list, dict):
         return value
-    is_code = isinstance(value, (type, types.ModuleType, types.FunctionType))
-    if is_code or isinstance(value, torch.nn.Module):
+    if issubclass(type(value), _NO_HOLDERS):
         return None
-    held = getattr(value, "__dict__", None)
+    try:
+        # Not by `getattr`, for which an object may have code of its own.
+        held = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return None
     return held if type(held) is dict else None
+
+
+_NO_HOLDERS = (
+    *(type, types.ModuleType, types.FunctionType),
+    *(torch.nn.Module, torch.Tensor, *weakref.ProxyTypes),
+)
 
 
 def _items(holder: Any) -> list[tuple[Any, Any]]:
@@ -79,9 +90,10 @@ def _globals_of(module: torch.nn.Module) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
     for one in torch.nn.Module.modules(module):
         held = list(vars(one).values())
-        for part in (type(one).forward, *held, *_hooks(held)):
-            function = getattr(part, "func", part)  # of a partial
-            function = getattr(function, "__func__", function)  # of a method
+        code = inspect.getattr_static(type(one), "forward", None)
+        for part in (code, *held, *_hooks(held)):
+            function = part.func if isinstance(part, functools.partial) else part
+            function = function.__func__ if isinstance(function, types.MethodType) else function
             if isinstance(function, types.FunctionType):
                 home = str(function.__globals__.get("__name__", ""))
                 if home.split(".")[0] not in ("torch", "tpuport"):

@@ -17,6 +17,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.state.hook_state import hooks_of, kept_hooks, refuse_handles
+from tpuport.tracing.state.places import places_in
 from tpuport.tracing.state.tensor_attributes import (
     OWN,
     attribute_keys,
@@ -179,9 +180,7 @@ def _take_apart(
     owners, values, statics = tree.owners, tree.values, tree.statics
     modules = named_owners(module)
     for fqn, owner in modules:
-        held = owner._modules
-        order = *held, *owner._parameters, *owner._buffers
-        tree.modules[fqn] = (id(owner), type(owner), order, tuple(map(id, held.values())))
+        tree.modules[fqn] = (id(owner), type(owner), *places_in(owner))
         if (hooks := hooks_of(owner)) is not None:
             tree.hooks[fqn] = hooks
         prefix = fqn + "." if fqn else ""

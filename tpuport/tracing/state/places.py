@@ -1,0 +1,18 @@
+"""The places of layers, parameters and buffers in a module."""
+
+from typing import Any
+
+import torch
+
+
+def places_in(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Return the names of what a module itself holds, in order, and which modules these are.
+
+    Code that goes over them computes something else if the order is another one, or if a module is
+    held in one more place.
+    """
+    held = module._modules
+    if not isinstance(held, dict):
+        return ()  # A scripted module cannot be edited.
+    order = (*held, *module._parameters, *module._buffers)
+    return order, tuple(map(id, held.values()))
