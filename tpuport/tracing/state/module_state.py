@@ -17,7 +17,7 @@ from tpuport.tracing.core import sym_numbers
 from tpuport.tracing.core.errors import port_error
 from tpuport.tracing.core.tensor import TracedTensor, meta_of
 from tpuport.tracing.state.hook_state import hooks_of, kept_hooks, refuse_handles
-from tpuport.tracing.state.places import places_in
+from tpuport.tracing.state.places import exchanged, places_in
 from tpuport.tracing.state.tensor_attributes import (
     OWN,
     attribute_keys,
@@ -506,7 +506,8 @@ def python_changes(
         for name in dict.fromkeys([*before.statics, *after.statics])
         if before.statics.get(name, _ABSENT) != after.statics.get(name, _ABSENT)
     ]
-    same = before.modules == after.modules and before.hooks == after.hooks
+    is_other = exchanged(before.modules, after.modules)
+    same = not is_other and before.hooks == after.hooks
     trained = {n: flag for n, flag in after.trained.items() if before.trained.get(n, flag) != flag}
     if not names and same and not trained:
         return None
@@ -532,9 +533,7 @@ def python_changes(
     owners = {name: (after.owners.get(name) or before.owners[name]) for name in names}
     hooks = _changed_hooks(before, after, module)
     gone = [name for name in before.leaves if name not in after.leaves]
-    replacement = None
-    if before.modules != after.modules:
-        replacement = Cloner(_placeholder).clone(module)
+    replacement = Cloner(_placeholder).clone(module) if is_other else None
     changes = PythonChanges(
         names, old, values, owners, gone, after.registered, hooks, replacement, numbers
     )

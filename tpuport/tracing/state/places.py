@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+Modules = dict[str, tuple[Any, ...]]
+
 
 def places_in(module: torch.nn.Module) -> tuple[Any, ...]:
     """Return the names of what a module itself holds, in order, and which modules these are.
@@ -16,3 +18,12 @@ def places_in(module: torch.nn.Module) -> tuple[Any, ...]:
         return ()  # A scripted module cannot be edited.
     order = (*held, *module._parameters, *module._buffers)
     return order, tuple(map(id, held.values()))
+
+
+def exchanged(before: Modules, after: Modules) -> bool:
+    """Return whether there are other modules now, by what a `StateTree` says of them.
+
+    Another order, and parameters and buffers that a call registers, do not count.
+    """
+    was, now = ({fqn: one[:2] for fqn, one in held.items()} for held in (before, after))
+    return was != now
