@@ -1,5 +1,6 @@
 """Modules whose hooks and functions find them under a global name of the script."""
 
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import tpuport
+from tpuport.model.parity.global_names import of_copy
 
 HELD: dict[str, Any] = {}
 KEPT = types.SimpleNamespace(net=None)
@@ -86,3 +88,23 @@ def test_a_copy_that_is_compared_leaves_the_module_of_a_global_name_alone(edit: 
     for one, other in zip(want, have, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
     assert net is HELD["net"] is KEPT.net is ROW[0]
+
+
+def test_a_comparison_beside_the_script_leaves_its_names_alone() -> None:
+    global NET
+    NET = Net()
+    hooked(NET)
+    other, seen = Net(), []
+
+    def compare() -> None:
+        with of_copy(NET, other):
+            seen.append(NET)
+
+    thread = threading.Thread(target=compare)
+    thread.start()
+    thread.join()
+    assert seen == [NET]
+    hooked(other)
+    with of_copy(NET, other):
+        seen.append(NET)
+    assert seen == [NET, other]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -25,7 +26,9 @@ def of_copy(source: Any, copy: torch.nn.Module | None) -> Iterator[None]:
         source: The module. Nothing is changed for another value.
         copy: Its copy.
     """
-    if copy is None or not isinstance(source, torch.nn.Module):
+    # A comparison on a thread of its own runs beside the script, which must find its own module.
+    is_beside = threading.current_thread() is not threading.main_thread()
+    if copy is None or is_beside or not isinstance(source, torch.nn.Module):
         yield
         return
     if type(source) in weakref.ProxyTypes:  # as porting() refers to a module of the user
