@@ -173,10 +173,14 @@ class Replaced:
                     setattr(attribute.owner, attribute.name, attribute.before)
 
     def original(self, owner: Any, name: str) -> Any:
-        """Return what an owner itself holds under a name, without replacements; None if nothing."""
+        """Return what an owner itself holds under a name, without replacements; None if nothing.
+
+        What somebody else has put over a replacement is no replacement.
+        """
         with self._lock:
-            attribute = self._attributes.get((id(owner), name))
-        held = vars(owner).get(name) if attribute is None else attribute.before
+            attribute, held = self._attributes.get((id(owner), name)), vars(owner).get(name)
+            if attribute is not None and held is attribute.layers[-1][1]:
+                held = attribute.before
         return None if held is _MISSING else held
 
 

@@ -56,12 +56,13 @@ class CodeReads:
         functions: the functions, whose defaults and closures are read.
         cells: the cells of closures, by id.
         classes: the classes whose attributes are read, with the types of attributes to look at: of
-            a library's classes only plain values, and the `forward` of modules.
+            a library's classes only plain values.
         variables: the names of environment variables; None if the code may read any.
         given_attributes: the names of what code sets attributes of (`function.calls = 0`).
         types: the namespaces, by id, of code that may call Python's `type` or `isinstance`.
-        of_torch: what code may call of torch by its name: each owner, with the names. A method that
-            torch has in C is not among what the class of tensors itself holds.
+        replaceable: where scripts may put functions of their own, each owner with the names: what
+            the code reads of torch, and the `forward` of a library's modules. An owner need not
+            hold a name: it inherits the method, or torch has it in C.
     """
 
     def __init__(
@@ -93,8 +94,14 @@ class CodeReads:
             self._follow(self._todo.popleft())
         self._followed.clear()
         self._reads_any = self._reads_any or bool(self._todo)
-        of_torch = (torch, torch.nn.functional, torch.Tensor)
-        self.of_torch = [(one, sorted(self._names.intersection(dir(one)))) for one in of_torch]
+        self.replaceable = self._replaceable()
+
+    def _replaceable(self) -> list[tuple[Any, list[str]]]:
+        owners = (torch, torch.nn.functional, torch.Tensor)
+        found = [(owner, sorted(self._names.intersection(dir(owner)))) for owner in owners]
+        of_libraries = [cls for cls, kinds in self.classes.items() if kinds is VALUES]
+        modules = [cls for cls in of_libraries if issubclass(cls, torch.nn.Module)]
+        return [*found, *((cls, ["forward"]) for cls in modules)]
 
     def leave_out(self, cells: Iterable[types.CellType]) -> None:
         """Leave out variables of closures, which are known in another way."""
@@ -108,12 +115,11 @@ class CodeReads:
     def attributes(self, cls: type) -> list[str]:
         """Return the names of the attributes of a class that the code may read."""
         kinds = self.classes[cls]
-        found = [
+        return [
             name
             for name, value in vars(cls).items()
             if name[:2] != "__" and isinstance(value, kinds) and self.reads(name)
         ]
-        return [*found, "forward"] if kinds is VALUES and _may_be_replaced(cls) else found
 
     def _note_root(self, root: Any) -> None:
         if not isinstance(root, torch.nn.Module):
@@ -250,18 +256,6 @@ class CodeReads:
             if not _is_library(namespace) or watched:
                 self.places[id(namespace), name] = (namespace, name)
             self._note_value(value)
-
-
-def _may_be_replaced(cls: type) -> bool:
-    """Return whether scripts may put another `forward` into a class of a library.
-
-    Those of which a trace replaces it itself are left out.
-    """
-    is_module = issubclass(cls, torch.nn.Module) and not issubclass(cls, _REPLACED_IN_TRACES)
-    return is_module and isinstance(vars(cls).get("forward"), types.FunctionType)
-
-
-_REPLACED_IN_TRACES = (torch.nn.modules.batchnorm._BatchNorm, torch.nn.TransformerEncoder)
 
 
 def content(cell: types.CellType) -> Any:

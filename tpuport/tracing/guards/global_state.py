@@ -143,7 +143,7 @@ class OutsideValues:
         freezer = _Freezer(self._reads)
         _identities(self._reads, freezer.identities)
         values = {name: freezer.freeze(value) for name, value in read_values(self._reads, None)}
-        values |= _of_torch(self._reads)
+        values |= _replaceable(self._reads)
         self.tensors = freezer.tensors
         if self._module is not None:
             freezer.sees_tensors = False
@@ -244,9 +244,10 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
         identities.mapping(namespace, names)
     for cls in reads.classes:
         identities.mapping(vars(cls), reads.attributes(cls))
-    for owner, names in reads.of_torch:
+    for owner, names in reads.replaceable:
         held = vars(owner)
-        identities.mapping(held, [name for name in names if name in held])
+        # By its number of entries, one that it does not hold is noticed when it gets it.
+        identities.mapping(held, [name for name in (*names, "__doc__") if name in held])
     for cell in reads.cells.values():
         identities.other(_holds, cell, content(cell))
     for function in reads.functions:
@@ -257,13 +258,18 @@ def _identities(reads: CodeReads, identities: _Identities) -> None:
         identities.other(_has_variables, names, _variables(names))
 
 
-def _of_torch(reads: CodeReads) -> dict[str, Any]:
-    """Return the functions of torch that code may call, as a script has them."""
+def _replaceable(reads: CodeReads) -> dict[str, Any]:
+    """Return the functions of torch and of libraries that code may call, as a script has them."""
     return {
-        f"{owner.__name__}.{name}": Same(REPLACED.original(owner, name))
-        for owner, names in reads.of_torch
+        f"{_full_name(owner)}.{name}": Same(REPLACED.original(owner, name))
+        for owner, names in reads.replaceable
         for name in names
     }
+
+
+def _full_name(owner: Any) -> str:
+    is_class = isinstance(owner, type)
+    return f"{owner.__module__}.{owner.__qualname__}" if is_class else owner.__name__
 
 
 def _length(value: Any) -> int:
