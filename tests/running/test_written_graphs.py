@@ -307,4 +307,5 @@ def test_weights_in_float64_are_trained_for_more_than_one_step() -> None:
     with tpuport.porting():
         have = trained("cuda")
     for one, other in zip(want, have, strict=True):
+        # A program computes in float32.
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)

@@ -54,6 +54,11 @@ class CheckpointedBackward(Shim):
         return checkpoint
 
 
+_REASON_OF_HOOKS = (
+    "the node of a program leads to all parameters, and torch gives None to hooks of others"
+)
+
+
 class GradientHook(Shim):
     """A hook of a tensor is called if the tensor gets a gradient in a backward pass of the script.
 
@@ -61,9 +66,7 @@ class GradientHook(Shim):
     """
 
     TARGET = "torch.Tensor.register_hook"
-    REASON = (
-        "the node of a program leads to all parameters, and torch gives None to hooks of others"
-    )
+    REASON = _REASON_OF_HOOKS
     REFERENCE = "the same hook in eager PyTorch, whose graph does not reach such a tensor"
 
     def replacements(self) -> list[Replacement]:
@@ -91,9 +94,7 @@ class ModuleGradientHook(Shim):
     """
 
     TARGET = "torch.utils.hooks.BackwardHook"
-    REASON = (
-        "the node of a program leads to all parameters, and torch gives None to hooks of others"
-    )
+    REASON = _REASON_OF_HOOKS
     REFERENCE = "the same hook in eager PyTorch, whose graph does not reach such a module"
 
     def replacements(self) -> list[Replacement]:

@@ -10,8 +10,7 @@ Modules = dict[str, tuple[Any, ...]]
 def places_in(module: torch.nn.Module) -> tuple[Any, ...]:
     """Return the names of what a module itself holds, in order, and which modules these are.
 
-    Code that goes over them computes something else if the order is another one, or if a module is
-    held in one more place.
+    Code that loops over them depends on their order, and on how often a module is among them.
     """
     held = module._modules
     if not isinstance(held, dict):
