@@ -53,7 +53,7 @@ def of_copy(source: Any, copy: torch.nn.Module | None) -> Iterator[None]:
 def _holder(value: Any) -> Any:
     """Return the list or dict that a value is, or the attributes of an object of the script."""
     if type(value) in (list, dict):
-        return value
+        return value if len(value) <= _LARGEST else None
     if issubclass(type(value), _NO_HOLDERS):
         return None
     try:
@@ -64,6 +64,8 @@ def _holder(value: Any) -> Any:
     return held if type(held) is dict else None
 
 
+# What has more members is data.
+_LARGEST = 4096
 _NO_HOLDERS = (
     *(type, types.ModuleType, types.FunctionType),
     *(torch.nn.Module, torch.Tensor, *weakref.ProxyTypes),
