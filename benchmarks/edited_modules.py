@@ -101,9 +101,9 @@ class Net(nn.Module):
         return self.head(h - self.mean)
 
 
-def batch(number, dtype=None):
+def batch(number):
     generator = torch.Generator().manual_seed(number)
-    return torch.randn(6, 4, generator=generator).to(DEVICE, dtype or net.head.weight.dtype)
+    return torch.randn(6, 4, generator=generator).to(DEVICE, net.head.weight.dtype)
 
 
 def note(name, value):
@@ -145,7 +145,7 @@ seen, handles, saved = [], [], {}
 net = Net().to(DEVICE)
 optimizer = make_optimizer()
 """
-_LINEARS = "first|head|blocks[0].fc|blocks[1].fc|blocks[0].out|blocks[1].out|named['u']"  # of a Net
+_LINEARS = "first|head|blocks[0].fc|blocks[1].fc|blocks[0].out|blocks[1].out|named['u']"
 _MODULES = _LINEARS + "|bn|blocks[0]|blocks[1]|blocks[0].norm"
 _RENEW = "\noptimizer = make_optimizer()"
 # Statements with alternatives in <<...>>; {M} is a module, {L} a linear layer, {k} a number.
@@ -156,7 +156,7 @@ _EDITS = (
     "<<|, prepend=True|, always_call=True>>))",
     "handles.append(net.{M}.register_forward_pre_hook(lambda m, a: <<(a[0] * 2,)|a[0] + 1|None>>))",
     "handles.append(net.blocks[1].register_forward_pre_hook("
-    "lambda m, a, k: (a, {{**k, 'shift': k['shift'] * 2}}), with_kwargs=True))",
+    "lambda m, a, k: (a, {**k, 'shift': k['shift'] * 2}), with_kwargs=True))",
     "handles.append(net.{M}.register_full_backward_hook("
     "lambda m, into, out: <<None|tuple(g * 2 if g is not None else g for g in into)>>))",
     "handles.append(net.{M}.register_full_backward_hook("
@@ -231,7 +231,7 @@ _EDITS = (
     "    saved['ema'].update_parameters(net)\n    note('mean', saved['ema'](batch({k})))",
     "vector = nn.utils.parameters_to_vector(net.head.parameters())\nnote('vector', vector)\n"
     "nn.utils.vector_to_parameters(vector * 0.9, net.head.parameters())",
-    "changed = {{n: p * 0.5 for n, p in net.named_parameters()}}\n"
+    "changed = {n: p * 0.5 for n, p in net.named_parameters()}\n"
     "note('functional', functional_call(net, changed, (batch({k}),), tie_weights=<<True|False>>))",
     "if type(net.first) is nn.Linear and not net.training and not net.first._forward_hooks:\n"
     "    net.first, net.bn = fuse_linear_bn_eval(net.first, net.bn), nn.Identity()" + _RENEW,
@@ -245,7 +245,7 @@ _EDITS = (
     "for p in net.parameters():\n    p.data = p.data<< * 0.9|.clone()|.flip(0)>>",
     "note('norm', nn.utils.clip_grad_norm_(net.parameters(), 0.1))",
     "optimizer.add_param_group("
-    "{{'params': [nn.Parameter(torch.ones(2, device=DEVICE))], 'lr': 0.1}})",
+    "{'params': [nn.Parameter(torch.ones(2, device=DEVICE))], 'lr': 0.1})",
     "for group in optimizer.param_groups:\n    group['lr'] *= 0.5",
     "net.forward = <<lambda x: Net.forward(net, x) * 2|net.forward>>",
     "net.blocks[0].forward = (lambda old: lambda x, shift=None: old(x, shift) * 2)"
@@ -253,9 +253,9 @@ _EDITS = (
     "Block.forward = (lambda old: lambda self, x, shift=None: old(self, x, shift) + 0.1)"
     "(Block.forward)",
     "net.{M}.register_state_dict_post_hook(lambda m, state, prefix, meta: state.update("
-    "{{prefix + 'more': torch.ones(1)}}))",
-    "net.blocks[0].__class__ = type('Renamed', (Block,), {{'forward': lambda self, x, shift=None: "
-    "Block.forward(self, x, shift) * 3}})",
+    "{prefix + 'more': torch.ones(1)}))",
+    "net.blocks[0].__class__ = type('Renamed', (Block,), {'forward': lambda self, x, shift=None: "
+    "Block.forward(self, x, shift) * 3})",
     "with torch.no_grad():\n    net.first.weight.copy_(net.head.weight)",
     "net.requires_grad_(False)\nnet.head.requires_grad_(True)" + _RENEW,
     "net.named['u'] = net.named.pop('u')",
@@ -283,7 +283,6 @@ def script(seed: int) -> str:
         for key, names in (("{L}", _LINEARS), ("{M}", _MODULES)):
             edit = edit.replace(key, chosen.choice(names.split("|")))
         text, _ = varied(edit.replace("{k}", str(number)), chosen)
-        text = text.replace("{{", "{").replace("}}", "}")
         lines.append(f"try:\n{textwrap.indent(text, '    ')}\nexcept REFUSED as error:")
         lines.append("    note('raised', type(error).__name__)")
         if chosen.random() < 0.8:
@@ -291,18 +290,15 @@ def script(seed: int) -> str:
     return "\n".join([*lines, "step(20)", "call(21)", "look()"])
 
 
-def _run(source: str, device: str, path: Path, dtype: torch.dtype | None = None) -> _Seen:
+def _run(source: str, device: str, path: Path) -> _Seen:
     path.write_text(source)
     module = sys.modules["script"] = types.ModuleType("script")  # where pickle finds its classes
     names = vars(module)
     names["DEVICE"] = device
     names["REFUSED"] = (AttributeError, ValueError, KeyError, IndexError)
-    old = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or old)
     try:
         exec(compile(source, path, "exec"), names)
     finally:
-        torch.set_default_dtype(old)
         del sys.modules["script"]
     return [(n, v.detach().cpu() if torch.is_tensor(v) else v) for n, v in names["seen"]]
 

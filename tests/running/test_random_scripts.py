@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import (
     aliased_containers,
+    edited_modules,
     left_loops,
     python_idioms,
     task_scripts,
@@ -49,3 +50,11 @@ def test_a_write_to_a_container_reaches_all_its_names(seed, tmp_path):
 @pytest.mark.parametrize("seed", [2, 11, 30])
 def test_a_loop_that_a_traced_value_ends_leaves_what_it_leaves_in_eager_pytorch(seed, tmp_path):
     assert left_loops.verdict(left_loops.Maker(seed).program(), tmp_path / "s.py") == ("passes", "")
+
+
+# A module with a backward hook runs by its parts, and says so.
+@pytest.mark.filterwarnings("ignore::tpuport.compat.emulated.programs.PortWarning")
+@pytest.mark.parametrize("seed", [120, 332, 537])
+def test_a_module_that_is_changed_between_steps_trains_as_in_eager_pytorch(seed, tmp_path):
+    source = edited_modules.script(seed)
+    assert edited_modules.verdict(source, tmp_path / "script.py") == ("passes", "")
